@@ -1,0 +1,63 @@
+"""Gradient synchronisation for PyTorch as pure functions that compose.
+
+>>> import torch, ptcollect as pc
+>>> pc.simulate(pc.ring_reduce(), [{"w": torch.ones(2)}, {"w": torch.zeros(2)}]).trees[0]
+{'w': tensor([0.5000, 0.5000])}
+"""
+
+from ptcollect import codecs
+from ptcollect.chain import chain
+from ptcollect.codecs.codec import Codec
+from ptcollect.comm import Comm, Packet
+from ptcollect.errors import NonFiniteError, PeerLostError, PipelineError, PtcollectError, TreeMismatchError
+from ptcollect.maps import clip_by_global_norm, clip_by_value, scale, stateless
+from ptcollect.options import RunOptions
+from ptcollect.pending import Pending
+from ptcollect.pipeline import Pipeline, Transform
+from ptcollect.reducers.all_gather import all_gather_avg
+from ptcollect.reducers.all_to_all import all_to_all_avg
+from ptcollect.reducers.broadcast import broadcast
+from ptcollect.reducers.gather import gather_avg
+from ptcollect.reducers.native import all_reduce
+from ptcollect.reducers.reducer import reducer
+from ptcollect.reducers.ring import ring_reduce
+from ptcollect.simulate import Simulation, simulate
+from ptcollect.traffic import Traffic, traffic
+from ptcollect.transforms.bucketize import bucketize
+from ptcollect.transforms.compress import compress
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Codec",
+    "Comm",
+    "NonFiniteError",
+    "Packet",
+    "PeerLostError",
+    "Pending",
+    "Pipeline",
+    "PipelineError",
+    "PtcollectError",
+    "RunOptions",
+    "Simulation",
+    "Traffic",
+    "Transform",
+    "TreeMismatchError",
+    "all_gather_avg",
+    "all_reduce",
+    "all_to_all_avg",
+    "broadcast",
+    "bucketize",
+    "chain",
+    "clip_by_global_norm",
+    "clip_by_value",
+    "codecs",
+    "compress",
+    "gather_avg",
+    "reducer",
+    "ring_reduce",
+    "scale",
+    "simulate",
+    "stateless",
+    "traffic",
+]

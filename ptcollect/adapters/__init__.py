@@ -1,0 +1,1 @@
+"""Adapters: pipelines in the training loops that people have, one a file."""

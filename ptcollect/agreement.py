@@ -1,0 +1,196 @@
+"""Agreement before traffic: no rank sends a tensor before all ranks know that they brought the same call.
+
+Each rank has a fixed-size record: a digest of all that must be equal, and a flag. Records go round by dissemination, in
+ceil(log2 n) rounds of one send and one receive: in round k a rank hears from the rank 2**k to its left, compares digests,
+and passes on whether it has seen a difference. After round k it has covered the 2**(k+1) ranks up to itself, so at the end
+every rank knows whether all agree. Only if they do not, the ranks exchange full descriptions and all raise the same error.
+
+Source: Hensgen, Finkel and Manber 1988, Two algorithms for barrier synchronization, section 3.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ptcollect.comm import Comm
+from ptcollect.errors import PeerLostError, TreeMismatchError
+from ptcollect.tree import sorted_paths
+from ptcollect.value import fingerprint
+
+RECORD = 64  # bytes: 16 of digest, 1 of flag, the rest left for later
+
+
+@dataclass(frozen=True)
+class Description:
+    """All that ranks must agree on before a call, and what an error needs to say."""
+
+    pipeline: str
+    """The pipeline as code, for messages."""
+    identity: str
+    """The pipeline by qualified names, for comparison."""
+    step: int
+    missing: str
+    donate_check: str
+    weighted: bool
+    leaves: list[tuple[str, list[int] | None, str]]
+    """Path, shape (None for a missing leaf) and dtype of every leaf, in natural order."""
+    failure: str | None = None
+    """Why this rank cannot take part, if it cannot."""
+    last_failed: bool = False
+    """Whether this rank's previous call on the group failed."""
+    place: str = ""
+    """Which rank this is, for messages."""
+
+    def digest(self) -> bytes:
+        """16 bytes that are equal only if everything that must agree is."""
+        if self.failure is not None:
+            return fingerprint(f"failed {self.place} {self.failure}")  # equal to no other rank's
+        same = (self.identity, self.step, self.missing, self.donate_check, self.weighted, self.leaves, self.last_failed)
+        return fingerprint(json.dumps(same))
+
+
+async def agree(mine: Description, comm: Comm, digest: bytes | None = None) -> list[Description] | None:
+    """Compare `mine` with every other rank's; returns ``None`` if all are equal, and else the descriptions of all ranks.
+
+    On a mesh the dims are taken in turn, so that in the end every rank of the mesh has heard of every other.
+    """
+    digest = mine.digest() if digest is None else digest
+    differs = mine.failure is not None
+    for axis in comm.axes:
+        differs = await _disseminate(digest, differs, comm.on_axis(axis, "agreement"))
+    if not differs:
+        return None
+    described = [mine]
+    for axis in comm.axes:
+        lists = await _gather(
+            json.dumps([asdict(each) for each in described]).encode(), comm.on_axis(axis, "agreement")
+        )
+        described = [
+            Description(**{**each, "leaves": [tuple(leaf) for leaf in each["leaves"]]})
+            for text in lists
+            for each in json.loads(text)
+        ]
+    return described
+
+
+async def _disseminate(digest: bytes, differs: bool, comm: Comm) -> bool:
+    n, rank = comm.size, comm.rank
+    distance = 1
+    while distance < n:
+        record = _to_tensor(digest + bytes([differs]) + bytes(RECORD - len(digest) - 1))
+        source = (rank - distance) % n
+        received = await comm.exchange_bytes({(rank + distance) % n: record}, {source: RECORD})
+        theirs = _to_bytes(received[source].data)
+        differs = differs or bool(theirs[len(digest)]) or theirs[: len(digest)] != digest
+        distance *= 2
+    return differs
+
+
+async def _gather(mine: bytes, comm: Comm) -> list[bytes]:
+    """The byte strings of all ranks in rank order; lengths first, since a longer message than expected aborts gloo."""
+    others = [peer for peer in range(comm.size) if peer != comm.rank]
+    length = _to_tensor(len(mine).to_bytes(8, "little"))
+    lengths = await comm.exchange_bytes(dict.fromkeys(others, length), dict.fromkeys(others, 8))
+    sizes = {peer: int.from_bytes(_to_bytes(packet.data), "little") for peer, packet in lengths.items()}
+    texts = await comm.exchange_bytes(dict.fromkeys(others, _to_tensor(mine)), sizes)
+    everyone = {peer: _to_bytes(packet.data) for peer, packet in texts.items()} | {comm.rank: mine}
+    return [everyone[rank] for rank in range(comm.size)]
+
+
+async def gather_numbers(number: float, comm: Comm) -> list[float]:
+    """`number` of every rank of every dim, in rank order."""
+    numbers = [number]
+    for axis in comm.axes:
+        parts = await _gather(np.array(numbers, dtype="<f8").tobytes(), comm.on_axis(axis, "weights"))
+        numbers = [float(value) for part in parts for value in np.frombuffer(part, dtype="<f8")]
+    return numbers
+
+
+def settle(described: Sequence[Description], mine: Description) -> dict[str, tuple[list[int], str]]:
+    """What to do where descriptions differ: fill in missing leaves, or raise the same error on every rank.
+
+    Returns:
+        Path -> (shape, dtype) of leaves that this rank lacks, some other rank has, and ``missing="zeros"`` fills.
+    """
+    for each in described:
+        if each.failure is not None:
+            raise PeerLostError(f"{each.place} could not take part in this call, so no rank did: {each.failure}")
+    first = described[0]
+    for each in described:
+        if each.last_failed != first.last_failed:
+            failed, other = (each, first) if each.last_failed else (first, each)
+            raise PeerLostError(
+                f"the previous call failed on {failed.place} and not on {other.place}: their replicas may differ now; "
+                "restore all ranks from the same state, then go on"
+            )
+    for what, key in (
+        ("pipelines", "identity"),
+        ("steps", "step"),
+        ("missing options", "missing"),
+        ("check options", "donate_check"),
+        ("weight options (one rank passes weight, another does not)", "weighted"),
+    ):
+        odd = next((each for each in described if getattr(each, key) != getattr(first, key)), None)
+        if odd is not None:
+            shown = "pipeline" if key == "identity" else key
+            raise TreeMismatchError(
+                f"ranks brought different {what}: {first.place} has {getattr(first, shown)}, {odd.place} has {getattr(odd, shown)}; "
+                "every rank must make the same call in the same order"
+            )
+    return _missing_leaves(described, mine)
+
+
+def _missing_leaves(described: Sequence[Description], mine: Description) -> dict[str, tuple[list[int], str]]:
+    tables = [{path: (shape, dtype) for path, shape, dtype in each.leaves} for each in described]
+    wanted: dict[str, tuple[list[int], str]] = {}
+    mine_has = {path for path, shape, _ in mine.leaves if shape is not None}
+    for path in sorted_paths({path for table in tables for path in table}):
+        present = [
+            (each, table[path])
+            for each, table in zip(described, tables, strict=True)
+            if path in table and table[path][0] is not None
+        ]
+        for each, table in zip(described, tables, strict=True):
+            if path not in table:
+                other = next(other for other, found in zip(described, tables, strict=True) if path in found)
+                raise TreeMismatchError(
+                    f"leaf {path!r}: {other.place} has {_show(tables[described.index(other)][path])}, {each.place} has no such leaf; "
+                    "every rank must pass the same structure"
+                )
+        for each, (shape, dtype) in present:
+            first, expected = present[0]
+            if (shape, dtype) != expected:
+                raise TreeMismatchError(
+                    f"leaf {path!r}: {first.place} has {_show(expected)}, {each.place} has {_show((shape, dtype))}; "
+                    "every rank must pass the same shapes and dtypes"
+                )
+        if present and len(present) < len(described):
+            if mine.missing != "zeros":
+                lacks = next(each for each, table in zip(described, tables, strict=True) if table[path][0] is None)
+                raise TreeMismatchError(
+                    f"leaf {path!r} is None (no gradient) on {lacks.place} and {_show(present[0][1])} on {present[0][0].place}; "
+                    'pass missing="zeros" to count a missing gradient as zeros'
+                )
+            if path not in mine_has:
+                shape, dtype = present[0][1]
+                wanted[path] = (shape or [], dtype)
+    return wanted
+
+
+def _show(leaf: tuple[list[int] | None, str]) -> str:
+    shape, dtype = leaf
+    return "None" if shape is None else f"{tuple(shape)} {dtype}"
+
+
+def _to_tensor(data: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+
+
+def _to_bytes(data: Tensor) -> bytes:
+    return bytes(data.numpy())

@@ -1,0 +1,178 @@
+"""One call of a pipeline on one rank, as a coroutine: agree, fill in, weigh, apply, rebuild.
+
+Both interpreters run this very program, so that a simulated call does all that a real one does.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ptcollect.agreement import Description, agree, gather_numbers, settle
+from ptcollect.chain import Chain
+from ptcollect.comm import Axis, Comm
+from ptcollect.dtypes import fresh_copy
+from ptcollect.maps import scaled
+from ptcollect.options import Options
+from ptcollect.pipeline import Pipeline
+from ptcollect.reducers.reducer import Reducer
+from ptcollect.state import State
+from ptcollect.tree import Leaves, Structure, flatten
+from ptcollect.value import canonical, fingerprint
+
+
+@dataclass
+class Place:
+    """Where a call happens: the axes that this rank sees, what it is called in messages, and what happened before."""
+
+    axes: dict[str | None, Axis]
+    name: str
+    last_failed: bool = False
+    unanimous: Exception | None = None
+    """The error of the present call that every rank raises; the connection is sound then."""
+    checked: set[bytes] = field(default_factory=set)
+    """Digests of the pipelines that have been called here with ``check="first"``."""
+
+    @property
+    def size(self) -> int:
+        """World size over all axes."""
+        return math.prod(axis.size for axis in self.axes.values())
+
+
+async def call(pipeline: Pipeline, tree: Any, state: State, place: Place, options: Options) -> tuple[Any, State]:
+    """What `Pipeline.update` does, on one rank."""
+    step = state.get("step", 0)
+    leaves: Leaves = {}
+    structure: Structure | None = None
+    failure: Exception | None = None
+    try:
+        leaves, structure = flatten(tree)
+        _check_weight(pipeline, options)
+    except Exception as error:  # the others must hear of it in the slot where they expect this rank's record
+        failure = error
+    comm = Comm(place.axes, step=step, structure=structure)
+    if pipeline.communicates and place.size > 1 and _must_check(pipeline, place, options):
+        filled = await _agreed(pipeline, leaves, structure, step, comm, place, options, failure)
+        leaves = {
+            path: leaves.get(path, filled.get(path)) for path in structure.paths if path in leaves or path in filled
+        }  # type: ignore[union-attr,misc]
+    if failure is not None or structure is None:
+        raise failure or AssertionError
+    comm = comm.replace(owned=options.donate and _apart(leaves))
+    stages = {name: value for name, value in state.items() if name != "step"}
+    if options.weight is not None:
+        out, stages = await _weighted(pipeline, leaves, stages, comm, options.weight)
+    else:
+        out, stages = await pipeline.apply(leaves, stages, comm)
+    if not options.donate and not pipeline.fresh:
+        out = _private(out, leaves)
+    return structure.unflatten(out), {"step": step + 1, **stages} if pipeline.stateful else {}
+
+
+def _must_check(pipeline: Pipeline, place: Place, options: Options) -> bool:
+    if options.check == "first":
+        digest = fingerprint(canonical(pipeline))
+        if digest in place.checked:
+            return False
+        place.checked.add(digest)
+    return options.check != "off"
+
+
+async def _agreed(
+    pipeline: Pipeline,
+    leaves: Leaves,
+    structure: Structure | None,
+    step: int,
+    comm: Comm,
+    place: Place,
+    options: Options,
+    failure: Exception | None,
+) -> Leaves:
+    """Return the zeros that fill this rank's missing leaves, or raise on every rank."""
+    paths = structure.paths if structure is not None else ()
+    described = Description(
+        pipeline=repr(pipeline),
+        identity=canonical(pipeline),
+        step=step,
+        missing=options.missing,
+        donate_check=options.check,
+        weighted=options.weight is not None,
+        leaves=[_described(path, leaves.get(path)) for path in paths],
+        failure=None if failure is None else f"{type(failure).__name__}: {failure}",
+        last_failed=place.last_failed,
+        place=place.name,
+    )
+    everyone = await agree(described, comm)
+    place.last_failed = False  # every rank knows by now
+    if everyone is None:
+        return {}
+    try:
+        if failure is not None:
+            raise failure
+        wanted = settle(everyone, described)
+    except Exception as error:
+        place.unanimous = error
+        raise
+    device = next((leaf.device for leaf in leaves.values()), torch.device("cpu"))
+    return {
+        path: torch.zeros(shape, dtype=getattr(torch, dtype), device=device) for path, (shape, dtype) in wanted.items()
+    }
+
+
+def _described(path: str, leaf: Tensor | None) -> tuple[str, list[int] | None, str]:
+    return (path, None, "") if leaf is None else (path, list(leaf.shape), str(leaf.dtype).removeprefix("torch."))
+
+
+def _check_weight(pipeline: Pipeline, options: Options) -> None:
+    if options.weight is None:
+        return
+    for stage in pipeline.walk():
+        if isinstance(stage, Reducer) and dict(stage.options).get("op") == "sum":
+            raise ValueError(
+                f'weight={options.weight}: {stage!r} forms a sum, and weights belong to a mean; use op="mean"'
+            )
+
+
+async def _weighted(
+    pipeline: Pipeline, leaves: Leaves, state: State, comm: Comm, weight: float
+) -> tuple[Leaves, State]:
+    """Leading maps first, then this rank's tree times n*w/sum(w), then the rest."""
+    weights = await gather_numbers(weight, comm)
+    total = math.fsum(weights)
+    if total == 0:
+        raise ValueError(
+            "weight: the weights of all ranks are zero, so there is no mean; skip the call when no rank has samples"
+        )
+    stages = list(pipeline.program) if isinstance(pipeline, Chain) else [pipeline]
+    leading = next((i for i, stage in enumerate(stages) if stage.communicates), len(stages))
+    factor = len(weights) * weight / total
+    for stage in stages[:leading]:
+        leaves, _ = await stage.apply(leaves, {}, comm)
+    leaves = {path: scaled(leaf, factor, path) for path, leaf in leaves.items()}
+    comm = comm.replace(owned=True)
+    rest = Chain(tuple(stages[leading:]))
+    return await rest.apply(leaves, state, comm)
+
+
+def _apart(leaves: Leaves) -> bool:
+    """Whether no two leaves share memory, so that a donated one can be overwritten while another is read."""
+    extents = sorted((leaf.data_ptr(), leaf.data_ptr() + _extent(leaf)) for leaf in leaves.values() if leaf.numel())
+    return all(end <= start for (_, end), (start, _) in zip(extents, extents[1:], strict=False))
+
+
+def _extent(leaf: Tensor) -> int:
+    return (
+        sum((size - 1) * stride for size, stride in zip(leaf.shape, leaf.stride(), strict=True)) + 1
+    ) * leaf.dtype.itemsize
+
+
+def _private(out: Leaves, inputs: Leaves) -> Leaves:
+    """`out` with copies of those leaves that share storage with an input."""
+    theirs = {leaf.untyped_storage().data_ptr() for leaf in inputs.values()}
+    return {
+        path: fresh_copy(leaf) if leaf.untyped_storage().data_ptr() in theirs else leaf for path, leaf in out.items()
+    }

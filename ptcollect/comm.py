@@ -1,0 +1,258 @@
+"""What a reducer or transform may ask of the network, as values: the requests, and `Comm`, which makes them.
+
+Nothing here sends anything. A coroutine awaits a request; `schedule.drive` hands it to an interpreter (`engine` or
+`simulate`), which performs it and resumes the coroutine with the answer.
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections.abc import Coroutine, Generator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Generic, Literal, TypeVar
+
+import torch
+from torch import Tensor
+
+from ptcollect.codecs.cast import Cast
+from ptcollect.codecs.codec import Codec, Key
+from ptcollect.dtypes import accumulation_dtype, flat_numel, real_dtype
+from ptcollect.errors import PipelineError
+from ptcollect.tree import Structure
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Axis:
+    """One dimension of the launch as a rank sees it: its group rank and the group's size."""
+
+    rank: int
+    size: int
+
+
+@dataclass(frozen=True)
+class Packet:
+    """What travels: `data` (flat uint8) stands for `numel` numbers."""
+
+    data: Tensor
+    numel: int
+
+
+@dataclass(eq=False)
+class Request(Generic[T]):
+    """Something a coroutine asks for by ``await``; made by the methods of `Comm`."""
+
+    origin: str
+    """``file:line in function`` where it was made, for errors."""
+    axis: str | None
+    leaf: str
+    stage: str
+    outstanding: list[Request[Any]] = field(repr=False)
+
+    def __post_init__(self) -> None:
+        self.outstanding.append(self)
+
+    def __await__(self) -> Generator[Request[T], T, T]:
+        if self in self.outstanding:
+            self.outstanding.remove(self)
+        return (yield self)
+
+
+@dataclass(eq=False)
+class Exchange(Request["dict[int, Packet]"]):
+    """One batch of sends and receives, at most one of each per peer."""
+
+    send: Mapping[int, Packet]
+    receive: Mapping[int, tuple[int, int]]
+    """Peer -> (numbers, bytes) that it will send."""
+    device: torch.device
+    control: bool = False
+    """Agreement traffic, counted apart from the payload."""
+
+
+@dataclass(eq=False)
+class AllReduce(Request[Tensor]):
+    """The process group's own all-reduce (sum) of `tensor`, in place."""
+
+    tensor: Tensor
+
+
+@dataclass(eq=False)
+class Fork(Request["list[Any]"]):
+    """Run `children` concurrently; answers with their results in order."""
+
+    children: Sequence[Coroutine[Any, Any, Any]]
+
+
+class Comm:
+    """How a stage sees the launch: who it is, and what it may ask for.
+
+    A reducer gets one `Comm` per leaf and awaits what it asks for:
+
+    * `rank`, `size`: this rank and the number of ranks on the reducer's axis;
+    * `encode`, `decode`, `add_decoded`: the codec that an enclosing `compress` chose, or else the leaf's own dtype;
+    * `exchange`, `all_reduce`, `fork`: the requests.
+
+    A transform passes its `Comm` on to the pipeline inside it.
+    """
+
+    def __init__(self, axes: Mapping[str | None, Axis], *, step: int = 0, structure: Structure | None = None) -> None:
+        self.axes = dict(axes)
+        """Axis name -> this rank's place on it; ``{None: ...}`` where the group has one dimension."""
+        self.axis: str | None = None
+        self.step = step
+        """The state's step counter; 0 in stateless pipelines."""
+        self.structure = structure
+        """Structure of the tree that the user passed."""
+        self.codec: Codec | None = None
+        """What an enclosing `compress` chose; ``None``: each leaf's own dtype travels."""
+        self.compressed: torch.dtype | None = None
+        """The dtype in which an enclosing `compress` wants this leaf summed natively; ``None``: as it is."""
+        self.owned = False
+        """Whether the tensors handed down belong to the pipeline, which may then overwrite them."""
+        self.stage = ""
+        self.leaf = ""
+        self.dtype = torch.float32
+        self.device = torch.device("cpu")
+        self.residuals: dict[str, Tensor] | None = None
+        """Path -> what encoding dropped, flat and in units of this rank's input; ``None``: nobody asked."""
+        self._hop = 0
+        self._outstanding: list[Request[Any]] = []
+
+    def replace(self, **changes: Any) -> Comm:
+        """A copy with other values, for the pipeline inside: ``comm.replace(codec=..., owned=True)``."""
+        other = copy.copy(self)
+        other._outstanding = []
+        for name, value in changes.items():
+            setattr(other, name, value)
+        return other
+
+    def on_axis(self, axis: str | None, stage: str) -> Comm:
+        """This comm seen along `axis`.
+
+        Raises:
+            PipelineError: there is no such axis, or there are several and `axis` names none.
+        """
+        if axis is None and len(self.axes) == 1:
+            axis = next(iter(self.axes))
+        if axis not in self.axes:
+            names = ", ".join(repr(name) for name in self.axes if name is not None)
+            if axis is None:
+                raise PipelineError(
+                    f"{stage}: the group is a mesh with the dims {names}; say which: {stage}(axis={names.split(',')[0]})"
+                )
+            known = f"its dims are {names}" if names else "it has one unnamed dim; leave axis out"
+            raise PipelineError(f"{stage}: the group has no dim {axis!r}; {known}")
+        return self.replace(axis=axis, stage=stage)
+
+    def for_leaf(self, path: str, leaf: Tensor) -> Comm:
+        """This comm for the reduction of one leaf."""
+        total = accumulation_dtype(leaf.dtype, path)
+        # Integers travel as the int64 they are summed in, exactly; codecs are for floating numbers.
+        own = Cast(real_dtype(leaf.dtype) if total.is_floating_point else total)
+        codec = self.codec if self.codec is not None and total.is_floating_point else own
+        if self.residuals is not None and total.is_floating_point:
+            self.residuals[path] = torch.zeros(flat_numel(leaf), dtype=total, device=leaf.device)
+        return self.replace(
+            leaf=path,
+            dtype=total,
+            device=leaf.device,
+            codec=codec,
+            compressed=codec.sum_dtype if codec is self.codec else None,
+            _hop=0,
+        )
+
+    @property
+    def rank(self) -> int:
+        """This rank's number in the group, from 0."""
+        return self.axes[self.axis].rank
+
+    @property
+    def size(self) -> int:
+        """How many ranks the group has; never 1 inside a reducer."""
+        return self.axes[self.axis].size
+
+    def encode(self, x: Tensor, *, at: int = 0, scale: float = 1.0) -> Packet:
+        """Pack `x` (flat, accumulation dtype) for the wire, and book what the codec dropped.
+
+        Args:
+            x: the numbers to send; they may be sent from where they are, so leave them alone until the exchange is done.
+            at: position of ``x[0]`` in the leaf, in numbers.
+            scale: what the numbers are, in units of this rank's input: 1 for a sum of inputs, 1/n for a mean of n.
+        """
+        codec = self._codec()
+        data = codec.encode(x, Key(self.step, self.leaf, self.rank, self._hop))
+        self._hop += 1
+        if data.dtype != torch.uint8 or data.numel() != codec.wire_bytes(x.numel()):
+            raise PipelineError(
+                f"codec {codec!r} packed {x.numel()} numbers of leaf {self.leaf!r} into {data.numel()} x {data.dtype}; its "
+                f"wire_bytes promises {codec.wire_bytes(x.numel())} x torch.uint8"
+            )
+        if self.residuals is not None and self.leaf in self.residuals:
+            kept = codec.decode(data, x.numel(), self.dtype)
+            self.residuals[self.leaf][at : at + x.numel()].add_(x - kept, alpha=1 / scale)
+        return Packet(data, x.numel())
+
+    def decode(self, packet: Packet) -> Tensor:
+        """The numbers in `packet`, flat and in the accumulation dtype; may share its storage."""
+        return self._codec().decode(packet.data, packet.numel, self.dtype)
+
+    def add_decoded(self, packet: Packet, into: Tensor, alpha: float = 1.0) -> None:
+        """``into += alpha * decode(packet)``, without the whole decoded row where the codec can."""
+        self._codec().add_decoded(packet.data, into, alpha)
+
+    def exchange(self, *, send: Mapping[int, Packet], recv: Mapping[int, int]) -> Exchange:
+        """One batch of sends and receives; ``await`` gives the packets received, by peer.
+
+        Args:
+            send: group rank of the peer -> packet.
+            recv: group rank of the peer -> how many numbers it sends; a peer that sends none may be left out.
+        """
+        for peer in (*send, *recv):
+            if not 0 <= peer < self.size or peer == self.rank:
+                what = (
+                    "itself"
+                    if peer == self.rank
+                    else f"rank {peer}, which does not exist: ranks are 0 to {self.size - 1}"
+                )
+                raise PipelineError(f"{self.stage}: rank {self.rank} was told to exchange with {what} ({_caller()})")
+        sizes = {peer: (numel, self._codec().wire_bytes(numel)) for peer, numel in recv.items()}
+        return Exchange(*self._about(), send, sizes, self.device)
+
+    def exchange_bytes(self, send: Mapping[int, Tensor], recv: Mapping[int, int]) -> Exchange:
+        """An exchange of raw bytes on the CPU that carries control information, counted apart from the payload."""
+        packets = {peer: Packet(data, data.numel()) for peer, data in send.items()}
+        sizes = {peer: (size, size) for peer, size in recv.items()}
+        return Exchange(*self._about(), packets, sizes, torch.device("cpu"), control=True)
+
+    def all_reduce(self, x: Tensor, op: Literal["sum"] = "sum") -> AllReduce:
+        """The native collective: ``await`` gives `x` summed over the ranks, in place, in `x`'s dtype."""
+        if op != "sum":
+            raise PipelineError(f'comm.all_reduce: expected op="sum", got {op!r} ({_caller()})')
+        return AllReduce(*self._about(), x)
+
+    def fork(self, children: Sequence[Coroutine[Any, Any, T]]) -> Fork:
+        """Run coroutines concurrently, a few in flight at a time; ``await`` gives the list of their results."""
+        return Fork(*self._about(), children)
+
+    def forgotten(self) -> Request[Any] | None:
+        """A request that was made on this comm and never awaited, if there is one."""
+        return self._outstanding[0] if self._outstanding else None
+
+    def _codec(self) -> Codec:
+        if self.codec is None:
+            raise PipelineError(f"{self.stage or 'a transform'} used the codec of a comm that is not for one leaf")
+        return self.codec
+
+    def _about(self) -> tuple[str, str | None, str, str, list[Request[Any]]]:
+        return _caller(), self.axis, self.leaf, self.stage, self._outstanding
+
+
+def _caller() -> str:
+    """``file:line in function`` of the code that called a method of `Comm`."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_filename == __file__:
+        frame = frame.f_back
+    return f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"

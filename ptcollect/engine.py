@@ -1,0 +1,340 @@
+"""Performs pipelines on torch.distributed: one `Lane` per group of the user's, one private group per dimension of it.
+
+A call runs on the caller's thread where nothing else is under way, and on the lane's communication thread otherwise, so
+that calls on one group are performed in the order in which the program made them.
+"""
+
+from __future__ import annotations
+
+import atexit
+import queue
+import re
+import threading
+import weakref
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from ptcollect.call import Place, call
+from ptcollect.comm import AllReduce, Axis, Exchange, Packet, Request
+from ptcollect.errors import PeerLostError, PipelineError
+from ptcollect.options import Options
+from ptcollect.pending import Pending
+from ptcollect.pipeline import Pipeline
+from ptcollect.process_groups import Members, PrivateGroup, members_of
+from ptcollect.schedule import Task, drive
+from ptcollect.state import State
+from ptcollect.traffic import count
+
+
+def run(pipeline: Pipeline, tree: Any, state: State, options: Mapping[str, Any]) -> tuple[Any, State]:
+    """Perform one call and wait for it."""
+    read = Options.read(options)
+    return _lane(pipeline, read).run(lambda lane: lane.perform(pipeline, tree, state, read))
+
+
+def start(pipeline: Pipeline, tree: Any, state: State, options: Mapping[str, Any]) -> Pending:
+    """Perform one call on the communication thread."""
+    read = Options.read(options)
+    return Pending(_lane(pipeline, read).submit(lambda lane: lane.perform(pipeline, tree, state, read)))
+
+
+_lanes: weakref.WeakKeyDictionary[Any, Lane] = weakref.WeakKeyDictionary()
+_lanes_lock = threading.Lock()
+
+
+def _lane(pipeline: Pipeline, options: Options) -> Lane:
+    if not pipeline.communicates and options.weight is None:
+        return _alone
+    dims = members_of(options.group)
+    key = options.group if isinstance(options.group, DeviceMesh) and len(dims) > 1 else dims[0].group
+    with _lanes_lock:
+        if key not in _lanes:
+            _lanes[key] = Lane(dims)
+        return _lanes[key]
+
+
+class Lane:
+    """Where the calls on one group are performed, in order."""
+
+    def __init__(self, dims: list[Members]) -> None:
+        self.dims = {members.axis: members for members in dims}
+        axes: dict[str | None, Axis] = {axis: Axis(members.rank, members.size) for axis, members in self.dims.items()}
+        self.place = Place(axes or {None: Axis(0, 1)}, _place_name(dims))
+        self.private: dict[str | None, PrivateGroup] = {}
+        self.generation = 0
+        self.calls = 0
+        self.works: set[_Posted] = set()
+        self._lock = threading.Lock()  # held by whoever performs a call
+        self._jobs: queue.SimpleQueue[tuple[Callable[[Lane], Any], Future[Any]]] = queue.SimpleQueue()
+        self._queued = 0
+        self._worker: threading.Thread | None = None
+        self._count_lock = threading.Lock()
+
+    # Order: the caller's thread if idle, the communication thread otherwise.
+
+    def run(self, job: Callable[[Lane], Any]) -> Any:
+        """Perform `job` after everything submitted before it."""
+        with self._count_lock:
+            busy = self._queued > 0
+        if busy:
+            return self.submit(job).result()
+        with self._lock:
+            return job(self)
+
+    def submit(self, job: Callable[[Lane], Any]) -> Future[Any]:
+        """Queue `job` for the communication thread."""
+        future: Future[Any] = Future()
+        with self._count_lock:
+            self._queued += 1
+            if self._worker is None:
+                self._worker = threading.Thread(
+                    target=_work, args=(weakref.ref(self), self._jobs), name="ptcollect", daemon=True
+                )
+                self._worker.start()
+        self._jobs.put((job, future))
+        return future
+
+    def finish(self, job: Callable[[Lane], Any], future: Future[Any]) -> None:
+        """Perform a queued job (on the communication thread)."""
+        try:
+            with self._lock:
+                outcome, failure = job(self), None
+        except BaseException as error:
+            outcome, failure = None, error
+        with self._count_lock:
+            self._queued -= 1
+        if failure is None:
+            future.set_result(outcome)
+        else:
+            future.set_exception(failure)
+
+    # One call.
+
+    def perform(self, pipeline: Pipeline, tree: Any, state: State, options: Options) -> tuple[Any, State]:
+        """Run the call's program; on a failure that peers cannot know of, tell them and drop the private groups."""
+        self.calls += 1
+        while True:
+            self.place.unanimous = None
+            try:
+                with torch.no_grad():
+                    return self._drive(pipeline, tree, state, options)
+            except _EarlierFailure:
+                self._drop("an earlier call failed")  # known by now to all; this call can still be made, on a new group
+            except BaseException as error:
+                if error is not self.place.unanimous:
+                    self.place.last_failed = True
+                    self._drop(_reason(error))
+                raise
+
+    def _drive(self, pipeline: Pipeline, tree: Any, state: State, options: Options) -> tuple[Any, State]:
+        steps = drive(call(pipeline, tree, state, self.place, options), self._post)
+        try:
+            while True:
+                posted = next(steps)
+                posted.wait()  # type: ignore[attr-defined]
+        except StopIteration as end:
+            result: tuple[Any, State] = end.value
+            return result
+        finally:
+            steps.close()
+
+    def _post(self, request: Request[Any], task: Task) -> _Posted:
+        members = self.dims[request.axis if request.axis in self.dims else next(iter(self.dims))]
+        count(request, members.rank, members.size)
+        posted = _Posted(self, members, request, task)
+        self.works.add(posted)
+        posted.post(self._group(members))
+        return posted
+
+    def _group(self, members: Members) -> PrivateGroup:
+        if not self.private:
+            self.generation += 1
+        if members.axis not in self.private:
+            self.private[members.axis] = PrivateGroup(members, self.generation)
+        return self.private[members.axis]
+
+    def lost(self, text: str, members: Members, request: Request[Any]) -> Exception:
+        """The error for a transfer that failed: what a peer left word of, or else what the network said."""
+        note = self.private[members.axis].read_note() if members.axis in self.private else None
+        if note is None:
+            return PeerLostError(
+                f"{text}; that rank may have exited, been killed, or been silent for longer than the timeout"
+            )
+        if note.call < self.calls and isinstance(request, Exchange) and request.control:
+            return _EarlierFailure()
+        return PeerLostError(f"{note.who} failed: {note.why} ({text})")
+
+    def _drop(self, why: str) -> None:
+        for private in self.private.values():
+            private.write_note(self.calls, self.place.name, why)
+        self.close()
+
+    def close(self) -> None:
+        """Drop the private groups; the next call makes new ones."""
+        for posted in self.works:
+            posted.forget()  # a Work keeps its group alive, and tracebacks keep frames with Works alive
+        self.works.clear()
+        for private in self.private.values():
+            private.drop()
+        self.private.clear()
+
+
+@atexit.register
+def _close_all() -> None:
+    """Close private groups while the interpreter is whole: gloo's threads abort a process that ends before them."""
+    for lane in list(_lanes.values()):
+        lane.close()
+
+
+class _EarlierFailure(Exception):
+    """The private group was dropped by a peer whose previous call failed while this rank's had already ended."""
+
+
+class _Posted:
+    """A request handed to torch.distributed."""
+
+    def __init__(self, lane: Lane, members: Members, request: Request[Any], task: Task) -> None:
+        self.lane = lane
+        self.members = members
+        self.request = request
+        self.round = task.round
+        self.tag = task.tag
+        self.pending: list[tuple[str, Any]] = []  # what it is, in words, and its Work
+        self.buffers: dict[int, Tensor] = {}
+        self.sent: list[Tensor] = []
+        self.failure: Exception | None = None
+
+    def post(self, group: PrivateGroup) -> None:
+        """Issue the sends and receives, or the collective."""
+        gloo = group.gloo
+        if gloo is None:
+            raise PeerLostError(f"{self._what()}: the connection is gone")
+        try:
+            if isinstance(self.request, Exchange):
+                self._exchange(self.request, group, gloo)
+            elif isinstance(self.request, AllReduce):
+                self._all_reduce(self.request, group, gloo)
+        except RuntimeError as error:
+            self.failure = self.lane.lost(f"{self._what()}: {_first_line(error)}", self.members, self.request)
+            raise self.failure from None
+
+    def _exchange(self, request: Exchange, group: PrivateGroup, gloo: dist.ProcessGroupGloo) -> None:
+        on_device = group.device_group is not None and not request.control
+        place = request.device if on_device else torch.device("cpu")
+        operations: list[dist.P2POp] = []
+        for peer, (_, size) in request.receive.items():
+            self.buffers[peer] = torch.empty(size, dtype=torch.uint8, device=place)
+            if size and on_device:
+                operations.append(dist.P2POp(dist.irecv, self.buffers[peer], group=group.device_group, group_peer=peer))
+            elif size:
+                self.pending.append(
+                    (
+                        f"receiving {size} bytes from {self._named(peer)}",
+                        gloo.recv([self.buffers[peer]], peer, self.tag),
+                    )
+                )
+        for peer, packet in request.send.items():
+            data = packet.data.to(place).contiguous()
+            self.sent.append(data)
+            if data.numel() and on_device:
+                operations.append(dist.P2POp(dist.isend, data, group=group.device_group, group_peer=peer))
+            elif data.numel():
+                self.pending.append(
+                    (f"sending {data.numel()} bytes to {self._named(peer)}", gloo.send([data], peer, self.tag))
+                )
+        if operations:
+            self.pending.extend(("exchanging tensors", work) for work in dist.batch_isend_irecv(operations))
+
+    def _all_reduce(self, request: AllReduce, group: PrivateGroup, gloo: dist.ProcessGroupGloo) -> None:
+        options = dist.AllreduceOptions()
+        options.reduceOp = dist.ReduceOp.SUM
+        backend = gloo if group.device_group is None else group.device_group
+        work = backend.allreduce([request.tensor], options)
+        self.pending.append((f"all-reducing {request.tensor.numel()} x {request.tensor.dtype}", work))
+
+    def wait(self) -> None:
+        """Block until everything is done; `result` then answers or raises."""
+        trouble = self._wait_each()
+        if trouble is not None:
+            self.failure = self.lane.lost(f"{self._what()}: {trouble}", self.members, self.request)
+        self.lane.works.discard(self)
+
+    def _wait_each(self) -> str | None:
+        # Returns words, not the exception: its traceback would hold the Work, and that the group.
+        timeout = self.members.timeout
+        while self.pending:
+            doing, work = self.pending[0]
+            try:
+                work.wait(timeout)
+            except RuntimeError as error:
+                return f"{doing} failed: {_first_line(error)}"
+            del self.pending[0]
+        return None
+
+    def result(self) -> Any:
+        """The packets received, or the reduced tensor."""
+        if self.failure is not None:
+            raise self.failure
+        if isinstance(self.request, Exchange):
+            device = self.request.device
+            return {
+                peer: Packet(self.buffers[peer].to(device), numel) for peer, (numel, _) in self.request.receive.items()
+            }
+        assert isinstance(self.request, AllReduce)  # noqa: S101  (the driver posts nothing else)
+        return self.request.tensor
+
+    def forget(self) -> None:
+        """Let go of everything that keeps the group alive."""
+        self.pending.clear()
+
+    def _what(self) -> str:
+        leaf = f" of leaf {self.request.leaf!r}" if self.request.leaf else ""
+        return f"{self.request.stage or 'exchange'}, round {self.round}{leaf}, on {self._named(self.members.rank)}"
+
+    def _named(self, rank: int) -> str:
+        return self.members.named(rank)
+
+
+def _work(lane: weakref.ref[Lane], jobs: queue.SimpleQueue[tuple[Callable[[Lane], Any], Future[Any]]]) -> None:
+    """The communication thread; ends with the lane, when the user's group is gone."""
+    while True:
+        try:
+            job, future = jobs.get(timeout=10)
+        except queue.Empty:
+            if lane() is None:
+                return
+            continue
+        owner = lane()
+        if owner is None:
+            future.set_exception(PipelineError("the process group was destroyed before this call ran"))
+            continue
+        owner.finish(job, future)
+        del job, future, owner
+
+
+def _place_name(dims: list[Members]) -> str:
+    if len(dims) == 1:
+        return dims[0].named(dims[0].rank)
+    if not dims:
+        return "this rank"
+    coordinate = ", ".join(f"{members.axis}={members.rank}" for members in dims)
+    return f"rank ({coordinate}; global rank {dims[0].global_ranks[dims[0].rank]})"
+
+
+def _reason(error: BaseException) -> str:
+    return str(error) if isinstance(error, PeerLostError) else f"{type(error).__name__}: {error}"
+
+
+def _first_line(error: Exception) -> str:
+    """What the network said, without source positions and advice: ``[.../pair.cc:553] Connection closed by peer [...]: ...``."""
+    text = str(error).splitlines()[0] if str(error) else type(error).__name__
+    return re.sub(r"^\[\S*\] ", "", text).split(". This is typically")[0]
+
+
+_alone = Lane([])  # for pipelines that send nothing, and so need no group

@@ -1,0 +1,331 @@
+"""Pipeline and Transform: how gradient synchronisation is composed, and how the result is run.
+
+A `Pipeline` maps trees to trees; a `Transform` maps pipelines to pipelines; `chain` (in `ptcollect.chain`) spells both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from typing_extensions import Unpack
+
+from ptcollect.comm import Comm
+from ptcollect.errors import PipelineError
+from ptcollect.state import State, joined, part
+from ptcollect.tree import Leaves, flatten
+from ptcollect.value import Value, refuse_tree
+
+if TYPE_CHECKING:
+    from ptcollect.options import RunOptions
+    from ptcollect.pending import Pending
+
+
+class Pipeline(Value):
+    """A gradient synchronisation, or any step of one: tree in, tree out, on every rank of a group.
+
+    Pipelines are values: frozen, hashable, picklable, printed as the code that builds them. Reducers such as
+    `ring_reduce`, maps such as `clip_by_global_norm`, and complete chains are pipelines.
+
+    >>> import torch, ptcollect as pc
+    >>> mean = pc.chain(pc.bucketize("25MiB"), pc.ring_reduce())
+    >>> mean
+    chain(bucketize("25MiB"), ring_reduce())
+    >>> mean.communicates, mean.consensus, mean.stateful
+    (True, True, False)
+    """
+
+    # What is known before anything runs.
+
+    def children(self) -> tuple[Pipeline, ...]:
+        """The pipelines directly inside this one."""
+        return ()
+
+    def walk(self) -> Iterator[Pipeline]:
+        """This pipeline and every one inside it, outermost first."""
+        yield self
+        for child in self.children():
+            yield from child.walk()
+
+    @property
+    def communicates(self) -> bool:
+        """Whether ranks exchange anything."""
+        return any(child.communicates for child in self.children())
+
+    @property
+    def consensus(self) -> bool:
+        """Whether every rank ends with the same bits."""
+        talking = [child for child in self.children() if child.communicates]
+        return bool(talking) and talking[-1].consensus
+
+    @property
+    def fresh(self) -> bool:
+        """Whether the tensors it returns are certainly its own, shared with no input, state or closure."""
+        return False
+
+    @property
+    def works_on(self) -> str:
+        """``"gradients"``, ``"parameters"`` or ``"any"``: what the pipeline is meant to be given."""
+        kinds = {child.works_on for child in self.children()} - {"any"}
+        return kinds.pop() if len(kinds) == 1 else "any"
+
+    @property
+    def state_names(self) -> tuple[str, ...]:
+        """Names of the stages that keep state, from the left."""
+        return tuple(name for child in self.children() for name in child.state_names)
+
+    @property
+    def uses_step(self) -> bool:
+        """Whether some stage depends on the step count, and so on state, without keeping any of its own."""
+        return any(child.uses_step for child in self.children())
+
+    @property
+    def stateful(self) -> bool:
+        """Whether results depend on earlier steps; then `init` and `update` replace the plain call."""
+        return bool(self.state_names) or self.uses_step
+
+    # What extensions implement and call.
+
+    def begin(self, params: Leaves) -> State:
+        """The stages' first state for parameters `params` (path -> tensor), without the step counter."""
+        return {}
+
+    async def apply(self, tree: Leaves, state: State, comm: Comm) -> tuple[Leaves, State]:
+        """One step on the flat tree `tree` (path -> tensor); returns the new tree and the stages' new state."""
+        raise NotImplementedError(f"{type(self).__qualname__}.apply")
+
+    # What users call.
+
+    def init(self, params: Any) -> State:
+        """The state before the first step; needs no process group and sends nothing.
+
+        Args:
+            params: tree of tensors shaped like the gradients to come, or a `torch.nn.Module`.
+
+        Returns:
+            ``{"step": 0, stage: {...}}``; ``{}`` where the pipeline is stateless.
+
+        >>> import torch, ptcollect as pc
+        >>> pc.ring_reduce().init({"w": torch.zeros(3)})
+        {}
+        """
+        if isinstance(params, torch.nn.Module):
+            params = dict(params.named_parameters())
+        leaves, _ = flatten(params)
+        return {"step": 0, **self.begin(leaves)} if self.stateful else {}
+
+    def __call__(self, tree: Any, **options: Unpack[RunOptions]) -> Any:
+        """Synchronise `tree` with the other ranks of the group; for stateless pipelines.
+
+        Args:
+            tree: tree of tensors of any dtype with a mean; ``None`` leaves are missing gradients. Left unchanged.
+            **options: see `RunOptions`.
+
+        Returns:
+            A tree of the same structure, shapes, dtypes, devices and strides, in storage of its own.
+
+        Raises:
+            PipelineError: the pipeline keeps state (use `init` and `update`), or cannot treat a leaf.
+            TreeMismatchError: the ranks brought different trees, pipelines or options.
+            PeerLostError: a peer died, raised, or was silent for longer than the group's timeout.
+        """
+        if self.stateful:
+            raise PipelineError(self._needs_state("called like a plain function"))
+        return self.update(tree, None, **options)[0]
+
+    def update(self, tree: Any, state: State | None, **options: Unpack[RunOptions]) -> tuple[Any, State]:
+        """One step with explicit state: ``grads, state = pipeline.update(grads, state)``.
+
+        Args:
+            tree: tree of tensors, as for a call.
+            state: what `init` or the previous `update` returned; left unchanged.
+            **options: see `RunOptions`.
+
+        Returns:
+            The synchronised tree, and the state for the next step.
+
+        Raises:
+            PipelineError: `state` is not this pipeline's; otherwise as for a call.
+        """
+        from ptcollect.engine import run  # torch.distributed only where something runs
+
+        return run(self, tree, self.checked_state(state), options)
+
+    def start(self, tree: Any, state: State | None = None, **options: Unpack[RunOptions]) -> Pending:
+        """Begin an `update` on the communication thread; ``tree, state = pending.wait()`` ends it.
+
+        Args:
+            tree: as for `update`; leave it unchanged until `wait` returns.
+            state: as for `update`.
+            **options: see `RunOptions`.
+
+        Returns:
+            A `Pending`. Calls on the same group are performed in the order in which they were started.
+        """
+        from ptcollect.engine import start
+
+        return start(self, tree, self.checked_state(state), options)
+
+    def checked_state(self, state: State | None) -> State:
+        """`state` if it is one of this pipeline's, ``{}`` for the ``None`` of a stateless one."""
+        expected = (["step"] if self.stateful else []) + list(self.begin_keys())
+        if state is None and self.stateful:
+            raise PipelineError(self._needs_state("given no state"))
+        if set(state or {}) != set(expected):
+            raise PipelineError(
+                f"state is not that of {self!r}: expected the keys {expected}, got {list(state or {})}; make it with "
+                "pipeline.init(params) or load the one saved with this pipeline"
+            )
+        return state or {}
+
+    def begin_keys(self) -> list[str]:
+        """Keys of the stages' state, without the step counter."""
+        from ptcollect.state import numbered
+
+        return numbered(self.state_names)
+
+    def _needs_state(self, what: str) -> str:
+        stages = ", ".join(self.state_names) or "a stage that counts steps"
+        return (
+            f"{self!r} keeps state ({stages}) and was {what}; write\n"
+            "    state = pipeline.init(params)\n"
+            "    grads, state = pipeline.update(grads, state)"
+        )
+
+
+class Transform(Value):
+    """A function from pipelines to pipelines, such as `bucketize` or `compress`: treats what goes in and what comes out.
+
+    Subclass as a frozen dataclass. `update` awaits ``inner.apply(tree, inner_state, comm)``, where trees are flat dicts
+    from path to tensor, and may do anything before and after. A transform with state of its own sets ``stateful = True``
+    and keeps the state of the pipeline inside under ``"inner"``:
+
+    >>> import torch, ptcollect as pc
+    >>> from dataclasses import dataclass
+    >>> @dataclass(frozen=True, repr=False)
+    ... class momentum(pc.Transform):
+    ...     '''Average m = decay * m + g instead of g.'''
+    ...
+    ...     decay: float = 0.9
+    ...     stateful = True
+    ...
+    ...     def init(self, inner, params):
+    ...         return {"m": {path: torch.zeros_like(p) for path, p in params.items()}, "inner": inner.begin(params)}
+    ...
+    ...     async def update(self, inner, tree, state, comm):
+    ...         m = {path: self.decay * state["m"][path] + g for path, g in tree.items()}
+    ...         out, inner_state = await inner.apply(m, state["inner"], comm)
+    ...         return out, {"m": m, "inner": inner_state}
+    >>> pipeline = pc.chain(momentum(0.5), pc.ring_reduce())
+    >>> grads = [{"w": torch.ones(2)}, {"w": torch.zeros(2)}]
+    >>> once = pc.simulate(pipeline, grads)
+    >>> twice = pc.simulate(pipeline, grads, once.states)
+    >>> twice.trees[0]["w"], twice.states[0]["momentum"]["m"]["w"], twice.states[0]["step"]
+    (tensor([0.7500, 0.7500]), tensor([1.5000, 1.5000]), 2)
+    """
+
+    stateful: ClassVar[bool] = False
+    """Whether `init` returns anything beside ``"inner"``."""
+    works_in_buckets: ClassVar[bool] = False
+    """Whether it means the same on flat buckets as on parameters, and so may stand inside `bucketize`."""
+
+    manages_ownership: ClassVar[bool] = False
+    """Whether it minds ``comm.owned``: the pipeline inside may overwrite tensors only where that is set. Where a transform
+    does not say so, the pipeline inside always copies."""
+
+    def init(self, inner: Pipeline, params: Leaves) -> State:
+        """Own first state, with that of `inner` under ``"inner"``."""
+        return {"inner": inner.begin(params)}
+
+    async def update(self, inner: Pipeline, tree: Leaves, state: State, comm: Comm) -> tuple[Leaves, State]:
+        """One step: treat `tree`, await ``inner.apply``, treat the result."""
+        raise NotImplementedError(f"{type(self).__qualname__}.update")
+
+    def check(self, inner: Pipeline) -> None:
+        """Raise a PipelineError if this transform cannot wrap `inner`."""
+
+    def __call__(self, inner: Pipeline) -> Pipeline:
+        """Wrap `inner`; ``chain(transform, inner)`` is the readable spelling."""
+        refuse_tree(self.name, "inner", inner)
+        if not isinstance(inner, Pipeline):
+            raise PipelineError(f"{self!r} wraps a pipeline, got {type(inner).__name__}: {inner!r}")
+        return Wrapped(self, inner)
+
+
+@dataclass(frozen=True, repr=False)
+class Wrapped(Pipeline):
+    """A transform applied to a pipeline."""
+
+    transform: Transform
+    inner: Pipeline
+
+    def __post_init__(self) -> None:
+        if not self.inner.communicates:
+            raise PipelineError(
+                f"{self.transform!r} has no reducer to wrap: {self.inner!r} sends nothing; write "
+                f"chain({self.transform!r}, {self.inner!r}, ring_reduce())"
+            )
+        self.transform.check(self.inner)
+
+    def __repr__(self) -> str:
+        return f"{self.transform!r}({self.inner!r})"
+
+    def children(self) -> tuple[Pipeline, ...]:
+        return (self.inner,)
+
+    @property
+    def fresh(self) -> bool:
+        return self.transform.manages_ownership and self.inner.fresh
+
+    @property
+    def state_names(self) -> tuple[str, ...]:
+        own = (self.transform.name,) if self.transform.stateful else ()
+        return (*own, *self.inner.state_names)
+
+    def begin(self, params: Leaves) -> State:
+        return self._flat(self.transform.init(self.inner, params))
+
+    async def apply(self, tree: Leaves, state: State, comm: Comm) -> tuple[Leaves, State]:
+        if not self.transform.manages_ownership:
+            comm = comm.replace(owned=False)
+        answer = await self.transform.update(self.inner, tree, self._nested(state), comm)
+        if not isinstance(answer, tuple) or len(answer) != 2 or not isinstance(answer[1], dict):
+            raise PipelineError(f"{self._line()} must return (tree, state), got {type(answer).__name__}")
+        out, new_state = answer
+        for path in (*tree, *out):
+            self._check_leaf(path, tree, out)
+        return out, self._flat(new_state)
+
+    def _nested(self, state: State) -> State:
+        own = dict(state[self.transform.name]) if self.transform.stateful else {}
+        return {
+            **own,
+            "inner": part(state, self.state_names, 1 if self.transform.stateful else 0, len(self.state_names)),
+        }
+
+    def _flat(self, nested: State) -> State:
+        own = {key: value for key, value in nested.items() if key != "inner"}
+        if "inner" not in nested or (own and not self.transform.stateful):
+            fix = "stateful = True" if own else '"inner": inner.begin(params)'
+            raise PipelineError(f"{self._line()}: state has the keys {list(nested)}; the class is missing {fix}")
+        return joined(
+            self.state_names,
+            [{self.transform.name: own}, nested["inner"]] if own or self.transform.stateful else [nested["inner"]],
+        )
+
+    def _check_leaf(self, path: str, before: Leaves, after: Leaves) -> None:
+        was, now = before.get(path), after.get(path)
+        if was is None or now is None or was.shape != now.shape or was.dtype != now.dtype:
+            raise PipelineError(
+                f"{self._line()} must return what it was given: leaf {path!r} went in as {_kind(was)}, came out as {_kind(now)}"
+            )
+
+    def _line(self) -> str:
+        code = type(self.transform).update.__code__
+        return f"{self.transform!r}.update ({code.co_filename}:{code.co_firstlineno})"
+
+
+def _kind(leaf: torch.Tensor | None) -> str:
+    return "nothing" if leaf is None else f"{tuple(leaf.shape)} {leaf.dtype}"

@@ -1,0 +1,150 @@
+"""The user's groups, and the private ones beside them. Everything that touches torch.distributed's less public names is here.
+
+The engine talks over a group of its own, made by the members of the user's group when it is first needed. It can be
+dropped when something fails: the peers' transfers then fail at once instead of waiting for a timeout, the user's own group
+stays whole, and the next call makes another. A gloo group is built directly on the store, because `dist.new_group` wants
+all ranks of the world to come, or all members to have made the same groups before.
+"""
+
+from __future__ import annotations
+
+import json
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from ptcollect.errors import PeerLostError, PipelineError
+
+
+_UNUSED_TAG = 2**31 - 1
+
+
+@dataclass(frozen=True)
+class Members:
+    """One dimension of the user's group, from this rank's point of view."""
+
+    axis: str | None
+    group: dist.ProcessGroup
+    rank: int
+    global_ranks: tuple[int, ...]
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return len(self.global_ranks)
+
+    @property
+    def timeout(self) -> timedelta:
+        """The group's own timeout."""
+        timeout: timedelta = _backend(self.group).options._timeout
+        return timeout
+
+    def named(self, rank: int) -> str:
+        """Group rank `rank` as messages call it."""
+        other = self.global_ranks[rank]
+        return f"rank {rank}" if other == rank else f"rank {rank} (global rank {other})"
+
+
+def members_of(group: dist.ProcessGroup | DeviceMesh | None) -> list[Members]:
+    """The dimensions of `group`.
+
+    Raises:
+        PipelineError: torch.distributed is not initialised, or mesh dims have no names.
+        ValueError: this rank is not in the mesh.
+    """
+    if isinstance(group, DeviceMesh):
+        return _dims(group)
+    if not dist.is_initialized():
+        raise PipelineError(
+            "no process group: torch.distributed is not initialised, so there is nobody to synchronise with; call "
+            "torch.distributed.init_process_group(...) first (under torchrun: with no arguments), or run n ranks in this "
+            "process with ptcollect.simulate(pipeline, trees)"
+        )
+    group = dist.group.WORLD if group is None else group
+    if group is None or group is dist.GroupMember.NON_GROUP_MEMBER:
+        raise ValueError("group: this rank is not in the group it was given; call the pipeline on the members only")
+    return [_members(None, group)]
+
+
+def _dims(mesh: DeviceMesh) -> list[Members]:
+    if mesh.get_coordinate() is None:
+        raise ValueError(f"group: this rank is not in {mesh}; call the pipeline on the members only")
+    names = mesh.mesh_dim_names
+    if mesh.ndim == 1:
+        return [_members(names[0] if names else None, mesh.get_group())]
+    if not names:
+        raise PipelineError(
+            f"group: {mesh} has {mesh.ndim} dims without names; give them mesh_dim_names, or pass a 1-D mesh"
+        )
+    return [_members(name, mesh.get_group(name)) for name in names]
+
+
+def _members(axis: str | None, group: dist.ProcessGroup) -> Members:
+    ranks = tuple(dist.get_process_group_ranks(group))
+    return Members(axis, group, dist.get_group_rank(group, dist.get_rank()), ranks)
+
+
+def _backend(group: dist.ProcessGroup) -> dist.Backend:
+    device = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
+    backend: dist.Backend = group._get_backend(torch.device(device))
+    return backend
+
+
+class PrivateGroup:
+    """A group of the engine's own among the members of one dimension of the user's group."""
+
+    def __init__(self, members: Members, generation: int) -> None:
+        self.members = members
+        self.store = dist.PrefixStore(f"ptcollect/{members.axis or ''}/{generation}", members.group.get_group_store())
+        self.timeout = members.timeout
+        try:
+            self.gloo: dist.ProcessGroupGloo | None = dist.ProcessGroupGloo(
+                self.store, members.rank, members.size, self.timeout
+            )
+        except RuntimeError as error:
+            raise PeerLostError(
+                f"{members.named(members.rank)} found no connection to all {members.size} ranks of the group within "
+                f"{self.timeout.total_seconds():g} s: {str(error).splitlines()[0]}; did every rank make this call?"
+            ) from None
+        # Anything but gloo also gets a group of its own for tensors on its devices; gloo carries the agreement.
+        native = dist.get_backend(members.group) != "gloo"
+        self.device_group = (
+            dist.new_group(list(members.global_ranks), use_local_synchronization=True) if native else None
+        )
+
+    def write_note(self, call: int, who: str, why: str) -> None:
+        """Leave word of a failure for the peers, before they see the connection close; the first note stays."""
+        with suppress(RuntimeError):  # the store's host may be what failed
+            self.store.compare_set("failure", "", json.dumps({"call": call, "who": who, "why": why}))
+
+    def read_note(self) -> Note | None:
+        """The note that a peer left, if one did."""
+        with suppress(RuntimeError):
+            if self.store.check(["failure"]):
+                return Note(**json.loads(self.store.get("failure")))
+        return None
+
+    def drop(self) -> None:
+        """Close every connection, so that peers fail at once, and let go."""
+        gloo, self.gloo = self.gloo, None
+        if gloo is not None and self.members.size > 1:
+            # A timed-out wait closes all pairs. Without it, dropping a group with a collective under way blocks till its timeout.
+            other = (self.members.rank + 1) % self.members.size
+            with suppress(RuntimeError):
+                gloo.recv([torch.empty(1, dtype=torch.uint8)], other, _UNUSED_TAG).wait(timedelta(milliseconds=1))
+        if self.device_group is not None:
+            self.device_group.abort()
+            self.device_group = None
+
+
+@dataclass(frozen=True)
+class Note:
+    """What a failing rank tells its peers."""
+
+    call: int
+    who: str
+    why: str

@@ -1,0 +1,1 @@
+"""Reducers: pipelines that combine the ranks' trees, one algorithm a file."""

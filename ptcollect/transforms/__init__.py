@@ -1,0 +1,1 @@
+"""Transforms: functions from pipelines to pipelines, one a file."""
