@@ -27,6 +27,7 @@ import netlab
 
 WORLD_SIZE = 4
 TIMEOUT_SECONDS = 300.0
+SHAPED_BYTES = 1e6
 RANKS = Path(__file__).with_name("ranks.py")
 
 IMPORT_TIMER = """
@@ -134,10 +135,17 @@ def _timed(scenario: str, settings: Settings) -> list[Row]:
         goals = GOALS.get(f"{scenario} {'shaped' if link else 'loopback'}", {})
         measured = _on_ranks(scenario, link, settings)
         for each in measured:
-            limit = each["sent_bytes"] * 8 / netlab.bits_per_second(link) if link else None
+            limit = _link_seconds(each["sent_bytes"], link)
             what = f"{scenario} {rate}: {each['title']}"
             rows.append(_row(what, each["samples"], measured[0]["samples"], "ms", goals.get(each["key"]), limit))
     return rows
+
+
+def _link_seconds(sent_bytes: float, link: str | None) -> float | None:
+    """The least time a link needs; None where nothing is shaped, or so little is sent that much passes as a burst."""
+    if link is None or sent_bytes < SHAPED_BYTES:
+        return None
+    return sent_bytes * 8 / netlab.bits_per_second(link)
 
 
 def _on_ranks(

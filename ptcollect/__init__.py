@@ -6,6 +6,8 @@
 """
 
 from ptcollect import codecs
+from ptcollect.adapters.ddp import as_ddp_hook
+from ptcollect.adapters.loop import sync_grads, sync_params
 from ptcollect.chain import chain
 from ptcollect.codecs.codec import Codec
 from ptcollect.comm import Comm, Packet
@@ -46,6 +48,7 @@ __all__ = [
     "all_gather_avg",
     "all_reduce",
     "all_to_all_avg",
+    "as_ddp_hook",
     "broadcast",
     "bucketize",
     "chain",
@@ -59,5 +62,7 @@ __all__ = [
     "scale",
     "simulate",
     "stateless",
+    "sync_grads",
+    "sync_params",
     "traffic",
 ]

@@ -132,8 +132,14 @@ class _Map(Pipeline):
         raise NotImplementedError
 
 
+class _Leafwise(_Map):
+    @property
+    def leafwise(self) -> bool:
+        return True
+
+
 @dataclass(frozen=True, repr=False)
-class _Scale(_Map):
+class _Scale(_Leafwise):
     name = "scale"
     factor: float
 
@@ -142,7 +148,7 @@ class _Scale(_Map):
 
 
 @dataclass(frozen=True, repr=False)
-class _ClipByValue(_Map):
+class _ClipByValue(_Leafwise):
     name = "clip_by_value"
     limit: float
 

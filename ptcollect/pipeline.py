@@ -66,6 +66,11 @@ class Pipeline(Value):
         return False
 
     @property
+    def leafwise(self) -> bool:
+        """Whether what becomes of a leaf depends on that leaf alone, so that a part of the tree can be treated by itself."""
+        return False
+
+    @property
     def works_on(self) -> str:
         """``"gradients"``, ``"parameters"`` or ``"any"``: what the pipeline is meant to be given."""
         kinds = {child.works_on for child in self.children()} - {"any"}
