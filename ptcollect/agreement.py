@@ -36,7 +36,7 @@ class Description:
     """The pipeline by qualified names, for comparison."""
     step: int
     missing: str
-    donate_check: str
+    check: str
     weighted: bool
     leaves: list[tuple[str, list[int] | None, str]]
     """Path, shape (None for a missing leaf) and dtype of every leaf, in natural order."""
@@ -51,7 +51,7 @@ class Description:
         """16 bytes that are equal only if everything that must agree is."""
         if self.failure is not None:
             return fingerprint(f"failed {self.place} {self.failure}")  # equal to no other rank's
-        same = (self.identity, self.step, self.missing, self.donate_check, self.weighted, self.leaves, self.last_failed)
+        same = (self.identity, self.step, self.missing, self.check, self.weighted, self.leaves, self.last_failed)
         return fingerprint(json.dumps(same))
 
 
@@ -133,7 +133,7 @@ def settle(described: Sequence[Description], mine: Description) -> dict[str, tup
         ("pipelines", "identity"),
         ("steps", "step"),
         ("missing options", "missing"),
-        ("check options", "donate_check"),
+        ("check options", "check"),
         ("weight options (one rank passes weight, another does not)", "weighted"),
     ):
         odd = next((each for each in described if getattr(each, key) != getattr(first, key)), None)

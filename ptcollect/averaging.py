@@ -7,6 +7,8 @@ dividing each input by n before the sum instead would lose small values, and div
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 from torch import Tensor
 
@@ -35,4 +37,4 @@ def split_evenly(numel: int, parts: int) -> list[tuple[int, int]]:
     """`parts` bounds (start, stop) that cover `numel` elements in order, sizes differing by one at most."""
     size, longer = divmod(numel, parts)
     starts = [i * size + min(i, longer) for i in range(parts + 1)]
-    return list(zip(starts, starts[1:], strict=False))
+    return list(itertools.pairwise(starts))

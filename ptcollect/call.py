@@ -5,6 +5,7 @@ Both interpreters run this very program, so that a simulated call does all that 
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,7 +22,7 @@ from ptcollect.options import Options
 from ptcollect.pipeline import Pipeline
 from ptcollect.reducers.reducer import Reducer
 from ptcollect.state import State
-from ptcollect.tree import Leaves, Structure, flatten
+from ptcollect.tree import Leaves, flatten
 from ptcollect.value import canonical, fingerprint
 
 
@@ -43,26 +44,27 @@ class Place:
         return math.prod(axis.size for axis in self.axes.values())
 
 
-async def call(pipeline: Pipeline, tree: Any, state: State, place: Place, options: Options) -> tuple[Any, State]:
+async def call(pipeline: Pipeline, tree: Any, state: State | None, place: Place, options: Options) -> tuple[Any, State]:
     """What `Pipeline.update` does, on one rank."""
-    step = state.get("step", 0)
-    leaves: Leaves = {}
-    structure: Structure | None = None
-    failure: Exception | None = None
+    comm = Comm(place.axes)
+    checks = pipeline.communicates and place.size > 1 and _must_check(pipeline, place, options)
     try:
+        state = pipeline.checked_state(state)
         leaves, structure = flatten(tree)
         _check_weight(pipeline, options)
-    except Exception as error:  # the others must hear of it in the slot where they expect this rank's record
-        failure = error
-    comm = Comm(place.axes, step=step, structure=structure)
-    if pipeline.communicates and place.size > 1 and _must_check(pipeline, place, options):
-        filled = await _agreed(pipeline, leaves, structure, step, comm, place, options, failure)
-        leaves = {
-            path: leaves.get(path, filled.get(path)) for path in structure.paths if path in leaves or path in filled
-        }  # type: ignore[union-attr,misc]
-    if failure is not None or structure is None:
-        raise failure or AssertionError
-    comm = comm.replace(owned=options.donate and _apart(leaves))
+    except Exception as error:
+        if checks:  # the others must hear of it in the slot where they expect this rank's record
+            await agree(_description(pipeline, 0, {}, (), place, options, failure=error), comm)
+            place.unanimous = error
+        raise
+    step = state.get("step", 0)
+    if checks:
+        missing = await _agreed(
+            _description(pipeline, step, leaves, structure.paths, place, options), leaves, comm, place
+        )
+        found = leaves | missing
+        leaves = {path: found[path] for path in structure.paths if path in found}
+    comm = comm.replace(step=step, structure=structure, owned=options.donate and _apart(leaves))
     stages = {name: value for name, value in state.items() if name != "step"}
     if options.weight is not None:
         out, stages = await _weighted(pipeline, leaves, stages, comm, options.weight)
@@ -82,38 +84,37 @@ def _must_check(pipeline: Pipeline, place: Place, options: Options) -> bool:
     return options.check != "off"
 
 
-async def _agreed(
+def _description(
     pipeline: Pipeline,
-    leaves: Leaves,
-    structure: Structure | None,
     step: int,
-    comm: Comm,
+    leaves: Leaves,
+    paths: tuple[str, ...],
     place: Place,
     options: Options,
-    failure: Exception | None,
-) -> Leaves:
-    """Return the zeros that fill this rank's missing leaves, or raise on every rank."""
-    paths = structure.paths if structure is not None else ()
-    described = Description(
+    failure: Exception | None = None,
+) -> Description:
+    return Description(
         pipeline=repr(pipeline),
         identity=canonical(pipeline),
         step=step,
         missing=options.missing,
-        donate_check=options.check,
+        check=options.check,
         weighted=options.weight is not None,
         leaves=[_described(path, leaves.get(path)) for path in paths],
         failure=None if failure is None else f"{type(failure).__name__}: {failure}",
         last_failed=place.last_failed,
         place=place.name,
     )
-    everyone = await agree(described, comm)
+
+
+async def _agreed(mine: Description, leaves: Leaves, comm: Comm, place: Place) -> Leaves:
+    """Return the zeros that fill this rank's missing leaves, or raise on every rank."""
+    everyone = await agree(mine, comm)
     place.last_failed = False  # every rank knows by now
     if everyone is None:
         return {}
     try:
-        if failure is not None:
-            raise failure
-        wanted = settle(everyone, described)
+        wanted = settle(everyone, mine)
     except Exception as error:
         place.unanimous = error
         raise
@@ -161,7 +162,7 @@ async def _weighted(
 def _apart(leaves: Leaves) -> bool:
     """Whether no two leaves share memory, so that a donated one can be overwritten while another is read."""
     extents = sorted((leaf.data_ptr(), leaf.data_ptr() + _extent(leaf)) for leaf in leaves.values() if leaf.numel())
-    return all(end <= start for (_, end), (start, _) in zip(extents, extents[1:], strict=False))
+    return all(end <= start for (_, end), (start, _) in itertools.pairwise(extents))
 
 
 def _extent(leaf: Tensor) -> int:

@@ -15,7 +15,7 @@ from ptcollect.value import refuse_tree
 
 
 @overload
-def chain(*stages: Transform) -> Transform: ...
+def chain(*stages: Transform) -> Transform: ...  # type: ignore[overload-overlap]  # chain() is a Pipeline
 @overload
 def chain(*stages: Pipeline | Transform) -> Pipeline: ...
 def chain(*stages: Pipeline | Transform) -> Pipeline | Transform:

@@ -32,13 +32,14 @@ from ptcollect.state import State
 from ptcollect.traffic import count
 
 
-def run(pipeline: Pipeline, tree: Any, state: State, options: Mapping[str, Any]) -> tuple[Any, State]:
+def run(pipeline: Pipeline, tree: Any, state: State | None, options: Mapping[str, Any]) -> tuple[Any, State]:
     """Perform one call and wait for it."""
     read = Options.read(options)
-    return _lane(pipeline, read).run(lambda lane: lane.perform(pipeline, tree, state, read))
+    result: tuple[Any, State] = _lane(pipeline, read).run(lambda lane: lane.perform(pipeline, tree, state, read))
+    return result
 
 
-def start(pipeline: Pipeline, tree: Any, state: State, options: Mapping[str, Any]) -> Pending:
+def start(pipeline: Pipeline, tree: Any, state: State | None, options: Mapping[str, Any]) -> Pending:
     """Perform one call on the communication thread."""
     read = Options.read(options)
     return Pending(_lane(pipeline, read).submit(lambda lane: lane.perform(pipeline, tree, state, read)))
@@ -116,7 +117,7 @@ class Lane:
 
     # One call.
 
-    def perform(self, pipeline: Pipeline, tree: Any, state: State, options: Options) -> tuple[Any, State]:
+    def perform(self, pipeline: Pipeline, tree: Any, state: State | None, options: Options) -> tuple[Any, State]:
         """Run the call's program; on a failure that peers cannot know of, tell them and drop the private groups."""
         self.calls += 1
         while True:
@@ -124,7 +125,7 @@ class Lane:
             try:
                 with torch.no_grad():
                     return self._drive(pipeline, tree, state, options)
-            except _EarlierFailure:
+            except _EarlierFailureError:
                 self._drop("an earlier call failed")  # known by now to all; this call can still be made, on a new group
             except BaseException as error:
                 if error is not self.place.unanimous:
@@ -132,7 +133,7 @@ class Lane:
                     self._drop(_reason(error))
                 raise
 
-    def _drive(self, pipeline: Pipeline, tree: Any, state: State, options: Options) -> tuple[Any, State]:
+    def _drive(self, pipeline: Pipeline, tree: Any, state: State | None, options: Options) -> tuple[Any, State]:
         steps = drive(call(pipeline, tree, state, self.place, options), self._post)
         try:
             while True:
@@ -167,7 +168,7 @@ class Lane:
                 f"{text}; that rank may have exited, been killed, or been silent for longer than the timeout"
             )
         if note.call < self.calls and isinstance(request, Exchange) and request.control:
-            return _EarlierFailure()
+            return _EarlierFailureError()
         return PeerLostError(f"{note.who} failed: {note.why} ({text})")
 
     def _drop(self, why: str) -> None:
@@ -192,7 +193,7 @@ def _close_all() -> None:
         lane.close()
 
 
-class _EarlierFailure(Exception):
+class _EarlierFailureError(Exception):
     """The private group was dropped by a peer whose previous call failed while this rank's had already ended."""
 
 
@@ -224,7 +225,7 @@ class _Posted:
             self.failure = self.lane.lost(f"{self._what()}: {_first_line(error)}", self.members, self.request)
             raise self.failure from None
 
-    def _exchange(self, request: Exchange, group: PrivateGroup, gloo: dist.ProcessGroupGloo) -> None:
+    def _exchange(self, request: Exchange, group: PrivateGroup, gloo: Any) -> None:
         on_device = group.device_group is not None and not request.control
         place = request.device if on_device else torch.device("cpu")
         operations: list[dist.P2POp] = []
@@ -251,9 +252,9 @@ class _Posted:
         if operations:
             self.pending.extend(("exchanging tensors", work) for work in dist.batch_isend_irecv(operations))
 
-    def _all_reduce(self, request: AllReduce, group: PrivateGroup, gloo: dist.ProcessGroupGloo) -> None:
+    def _all_reduce(self, request: AllReduce, group: PrivateGroup, gloo: Any) -> None:
         options = dist.AllreduceOptions()
-        options.reduceOp = dist.ReduceOp.SUM
+        options.reduceOp = dist.ReduceOp.SUM  # type: ignore[assignment]
         backend = gloo if group.device_group is None else group.device_group
         work = backend.allreduce([request.tensor], options)
         self.pending.append((f"all-reducing {request.tensor.numel()} x {request.tensor.dtype}", work))

@@ -115,7 +115,7 @@ def stateless(function: Callable[[Any], Any]) -> Pipeline:
     >>> pc.stateless(without_mean)({"w": torch.tensor([1.0, 3.0])})
     {'w': tensor([-1.,  1.])}
     """
-    if not callable(function) or isinstance(function, Pipeline):
+    if isinstance(function, (Pipeline, Tensor)) or not callable(function):
         raise TypeError(f"stateless(function): expected a function of the tree, got {type(function).__name__}")
     return _Stateless(function)
 
@@ -222,7 +222,7 @@ def scaled(leaf: Tensor, factor: float | Tensor, path: str) -> Tensor:
         raise PipelineError(
             f"scale({factor}): leaf {path!r} is {leaf.dtype}, which cannot hold a fraction; scale before rounding, or partition"
         )
-    return leaf * int(factor)
+    return leaf.mul(int(factor))
 
 
 def _has_norm(leaf: Tensor) -> bool:
@@ -234,10 +234,11 @@ def _norm(leaf: Tensor) -> Tensor:
     real = torch.view_as_real(leaf.resolve_conj().resolve_neg()) if leaf.is_complex() else leaf
     if real.dtype.itemsize == 1:
         real = real.to(torch.float32)
-    return torch.linalg.vector_norm(real, dtype=torch.float64)
+    norm: Tensor = torch.linalg.vector_norm(real, dtype=torch.float64)
+    return norm
 
 
-def _finite(stage: str, option: str, value: float) -> float:
+def _finite(stage: str, option: str, value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
         raise ValueError(f"{stage}({option}): expected a finite number, got {value!r}")
     return float(value)

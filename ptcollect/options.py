@@ -62,14 +62,19 @@ class Options:
             raise ValueError(f'check: expected "every_step", "first" or "off", got {read.check!r}')
         if not isinstance(read.donate, bool):
             raise TypeError(f"donate: expected True or False, got {read.donate!r}")
-        if read.group is not None and not isinstance(read.group, (dist.ProcessGroup, DeviceMesh)):
-            if read.group is dist.GroupMember.NON_GROUP_MEMBER:
-                raise ValueError(
-                    "group: this rank is not in the group it was given; call the pipeline on the members only"
-                )
-            raise TypeError(f"group: expected a ProcessGroup, a DeviceMesh or None, got {type(read.group).__name__}")
-        if read.weight is not None and not (
-            isinstance(read.weight, (int, float)) and math.isfinite(read.weight) and read.weight >= 0
-        ):
-            raise ValueError(f"weight: expected a number of samples, finite and not negative, got {read.weight!r}")
+        _check_group(read.group)
+        _check_weight(read.weight)
         return read
+
+
+def _check_group(group: Any) -> None:
+    if group is dist.GroupMember.NON_GROUP_MEMBER:  # what new_group gives to ranks outside
+        raise ValueError("group: this rank is not in the group it was given; call the pipeline on the members only")
+    if group is not None and not isinstance(group, (dist.ProcessGroup, DeviceMesh)):
+        raise TypeError(f"group: expected a ProcessGroup, a DeviceMesh or None, got {type(group).__name__}")
+
+
+def _check_weight(weight: Any) -> None:
+    number = isinstance(weight, (int, float)) and not isinstance(weight, bool)
+    if weight is not None and not (number and math.isfinite(weight) and weight >= 0):
+        raise ValueError(f"weight: expected a number of samples, finite and not negative, got {weight!r}")

@@ -14,7 +14,7 @@ from typing_extensions import Unpack
 
 from ptcollect.comm import Comm
 from ptcollect.errors import PipelineError
-from ptcollect.state import State, joined, part
+from ptcollect.state import State, joined, numbered, part
 from ptcollect.tree import Leaves, flatten
 from ptcollect.value import Value, refuse_tree
 
@@ -156,7 +156,7 @@ class Pipeline(Value):
         """
         from ptcollect.engine import run  # torch.distributed only where something runs
 
-        return run(self, tree, self.checked_state(state), options)
+        return run(self, tree, state, options)
 
     def start(self, tree: Any, state: State | None = None, **options: Unpack[RunOptions]) -> Pending:
         """Begin an `update` on the communication thread; ``tree, state = pending.wait()`` ends it.
@@ -171,7 +171,7 @@ class Pipeline(Value):
         """
         from ptcollect.engine import start
 
-        return start(self, tree, self.checked_state(state), options)
+        return start(self, tree, state, options)
 
     def checked_state(self, state: State | None) -> State:
         """`state` if it is one of this pipeline's, ``{}`` for the ``None`` of a stateless one."""
@@ -187,8 +187,6 @@ class Pipeline(Value):
 
     def begin_keys(self) -> list[str]:
         """Keys of the stages' state, without the step counter."""
-        from ptcollect.state import numbered
-
         return numbered(self.state_names)
 
     def _needs_state(self, what: str) -> str:
@@ -296,12 +294,15 @@ class Wrapped(Pipeline):
         if not self.transform.manages_ownership:
             comm = comm.replace(owned=False)
         answer = await self.transform.update(self.inner, tree, self._nested(state), comm)
-        if not isinstance(answer, tuple) or len(answer) != 2 or not isinstance(answer[1], dict):
-            raise PipelineError(f"{self._line()} must return (tree, state), got {type(answer).__name__}")
-        out, new_state = answer
+        out, new_state = self._pair(answer)
         for path in (*tree, *out):
             self._check_leaf(path, tree, out)
         return out, self._flat(new_state)
+
+    def _pair(self, answer: Any) -> tuple[Leaves, State]:
+        if not isinstance(answer, tuple) or len(answer) != 2 or not all(isinstance(part, dict) for part in answer):
+            raise PipelineError(f"{self._line()} must return (tree, state), two dicts, got {type(answer).__name__}")
+        return answer
 
     def _nested(self, state: State) -> State:
         own = dict(state[self.transform.name]) if self.transform.stateful else {}

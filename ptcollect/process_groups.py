@@ -12,13 +12,14 @@ import json
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import PrefixStore
 
 from ptcollect.errors import PeerLostError, PipelineError
-
 
 _UNUSED_TAG = 2**31 - 1
 
@@ -40,7 +41,10 @@ class Members:
     @property
     def timeout(self) -> timedelta:
         """The group's own timeout."""
-        timeout: timedelta = _backend(self.group).options._timeout
+        backend: Any = self.group._get_backend(
+            torch.device("cuda" if dist.get_backend(self.group) == "nccl" else "cpu")
+        )
+        timeout: timedelta = backend.options._timeout
         return timeout
 
     def named(self, rank: int) -> str:
@@ -64,10 +68,7 @@ def members_of(group: dist.ProcessGroup | DeviceMesh | None) -> list[Members]:
             "torch.distributed.init_process_group(...) first (under torchrun: with no arguments), or run n ranks in this "
             "process with ptcollect.simulate(pipeline, trees)"
         )
-    group = dist.group.WORLD if group is None else group
-    if group is None or group is dist.GroupMember.NON_GROUP_MEMBER:
-        raise ValueError("group: this rank is not in the group it was given; call the pipeline on the members only")
-    return [_members(None, group)]
+    return [_members(None, group or dist.distributed_c10d._get_default_group())]
 
 
 def _dims(mesh: DeviceMesh) -> list[Members]:
@@ -88,23 +89,15 @@ def _members(axis: str | None, group: dist.ProcessGroup) -> Members:
     return Members(axis, group, dist.get_group_rank(group, dist.get_rank()), ranks)
 
 
-def _backend(group: dist.ProcessGroup) -> dist.Backend:
-    device = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
-    backend: dist.Backend = group._get_backend(torch.device(device))
-    return backend
-
-
 class PrivateGroup:
     """A group of the engine's own among the members of one dimension of the user's group."""
 
     def __init__(self, members: Members, generation: int) -> None:
         self.members = members
-        self.store = dist.PrefixStore(f"ptcollect/{members.axis or ''}/{generation}", members.group.get_group_store())
+        self.store = PrefixStore(f"ptcollect/{members.axis or ''}/{generation}", members.group.get_group_store())
         self.timeout = members.timeout
         try:
-            self.gloo: dist.ProcessGroupGloo | None = dist.ProcessGroupGloo(
-                self.store, members.rank, members.size, self.timeout
-            )
+            self.gloo: Any = dist.ProcessGroupGloo(self.store, members.rank, members.size, self.timeout)
         except RuntimeError as error:
             raise PeerLostError(
                 f"{members.named(members.rank)} found no connection to all {members.size} ranks of the group within "

@@ -118,11 +118,11 @@ class _Driver:
                 self.ready.append((task, None, error))
         else:
             where = innermost_line(task.coroutine)
-            error = PipelineError(
+            misuse = PipelineError(
                 f"{where} awaits {request!r}, which is not a request of its comm; a reducer may await comm.exchange, "
                 "comm.all_reduce, comm.fork and its own coroutines, nothing of asyncio or torch"
             )
-            self.ready.append((task, None, error))
+            self.ready.append((task, None, misuse))
 
     def _start(self, task: Task, fork: Fork) -> None:
         children = deque(Task(child, self.tags + i, index=i) for i, child in enumerate(fork.children))

@@ -101,7 +101,7 @@ def simulate(
             r,
             pipeline,
             trees[r],
-            pipeline.checked_state(states[r]),
+            states[r],
             Options.read({"weight": weights[r] if weights else None, "missing": missing, "check": check}),
         )
         for r in range(n)
@@ -166,7 +166,7 @@ class _Rank:
     """One virtual rank."""
 
     def __init__(
-        self, network: _Network, rank: int, pipeline: Pipeline, tree: Any, state: State, options: Options
+        self, network: _Network, rank: int, pipeline: Pipeline, tree: Any, state: State | None, options: Options
     ) -> None:
         self.network = network
         self.rank = rank

@@ -9,6 +9,7 @@ before ``layers.10``), so that the order never depends on how a dict was filled.
 from __future__ import annotations
 
 import functools
+import itertools
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -76,7 +77,7 @@ def sorted_paths(paths: Iterable[str]) -> list[str]:
 def _structure(spec: optree.PyTreeSpec) -> Structure:
     names = [".".join(_entry_name(entry) for entry in accessor) or ROOT for accessor in spec.accessors()]
     order = sorted(range(len(names)), key=lambda i: natural_order(names[i]))
-    for before, after in zip(order, order[1:], strict=False):
+    for before, after in itertools.pairwise(order):
         if names[before] == names[after]:
             raise ValueError(
                 f"two leaves of the tree have the same path {names[after]!r} (a key with a dot in it beside a nested key, or "
@@ -91,10 +92,7 @@ def _entry_name(entry: Any) -> str:
 
 
 def _checked(leaf: Any, path: str) -> Tensor:
-    if type(leaf) is Tensor or type(leaf) is torch.nn.Parameter:
-        tensor = leaf
-    else:
-        tensor = _unwrapped(leaf, path)
+    tensor: Tensor = leaf if type(leaf) in (Tensor, torch.nn.Parameter) else _unwrapped(leaf, path)
     if tensor.layout is not torch.strided:
         raise TypeError(
             f"leaf {path!r}: expected a dense tensor, got layout {tensor.layout}; call .to_dense() on it first "
@@ -123,4 +121,4 @@ def _unwrapped(leaf: Any, path: str) -> Tensor:
             f"leaf {path!r} is a DTensor: its ranks hold shards, and a pipeline averages whole local tensors; pass "
             "leaf.to_local() with the group over which the shards are replicated"
         )
-    return leaf.as_subclass(Tensor)  # type: ignore[no-any-return, no-untyped-call]
+    return leaf.as_subclass(Tensor)

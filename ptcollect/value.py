@@ -76,6 +76,10 @@ def fingerprint(text: str) -> bytes:
     return hashlib.blake2b(text.encode(), digest_size=16).digest()
 
 
+def _leaves(tree: Any) -> list[Any]:
+    return optree.tree_leaves(tree)
+
+
 def refuse_tree(stage: str, option: str, value: Any) -> None:
     """Raise the error for `value` being a tree or a function where the option of a stage was meant.
 
@@ -83,7 +87,7 @@ def refuse_tree(stage: str, option: str, value: Any) -> None:
         PipelineError: always helpful, only if `value` is a tensor, a container with tensors, or a function.
     """
     if isinstance(value, Tensor) or (
-        isinstance(value, (dict, list, tuple)) and any(isinstance(leaf, Tensor) for leaf in optree.tree_leaves(value))
+        isinstance(value, (dict, list, tuple)) and any(isinstance(leaf, Tensor) for leaf in _leaves(value))
     ):
         raise PipelineError(
             f"{stage}(...) was given a tree as its option {option!r}; options come first, the tree afterwards: "

@@ -8,11 +8,12 @@ bucket is a tree of its own, which only suits pipelines that treat every leaf al
 # No `from __future__ import annotations` here: DDP reads the hook's annotations and refuses text.
 
 from dataclasses import dataclass
-from typing import Any, Optional
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import GradBucket  # type: ignore[attr-defined]  # public, but not in its __all__
 from torch.distributed.device_mesh import DeviceMesh
 from torch.futures import Future
 
@@ -27,7 +28,7 @@ from ptcollect.value import refuse_tree
 
 def as_ddp_hook(
     pipeline: Pipeline,
-    module: Optional[torch.nn.Module] = None,
+    module: torch.nn.Module | None = None,
     *,
     group: "dist.ProcessGroup | DeviceMesh | None" = None,
 ) -> "DDPHook":
@@ -63,14 +64,18 @@ needs the same on all; use a pipeline that reaches consensus, such as ring_reduc
     """
     refuse_tree("as_ddp_hook", "pipeline", pipeline)
     if not isinstance(pipeline, Pipeline):
-        raise PipelineError(f"as_ddp_hook(pipeline, module): expected a pipeline, got {type(pipeline).__name__}: {pipeline!r}")
+        raise PipelineError(
+            f"as_ddp_hook(pipeline, module): expected a pipeline, got {type(pipeline).__name__}: {pipeline!r}"
+        )
     if not pipeline.consensus:
         raise PipelineError(
             f"as_ddp_hook({pipeline!r}): ranks would end with different gradients, and DDP needs the same on all; use a "
             "pipeline that reaches consensus, such as ring_reduce()"
         )
     if pipeline.works_on == "parameters":
-        raise PipelineError(f"as_ddp_hook({pipeline!r}): it works on parameters, and a hook gets gradients; use sync_params")
+        raise PipelineError(
+            f"as_ddp_hook({pipeline!r}): it works on parameters, and a hook gets gradients; use sync_params"
+        )
     if module is None and (pipeline.stateful or not _treats_leaves_alone(pipeline)):
         raise PipelineError(
             f"as_ddp_hook({pipeline!r}): it keeps state or looks at the whole tree, so it needs the names of all "
@@ -105,13 +110,13 @@ class DDPHook:
     """See `as_ddp_hook`."""
 
     def __init__(
-        self, pipeline: Pipeline, module: Optional[torch.nn.Module], group: "dist.ProcessGroup | DeviceMesh | None"
+        self, pipeline: Pipeline, module: torch.nn.Module | None, group: "dist.ProcessGroup | DeviceMesh | None"
     ) -> None:
         self.pipeline = pipeline
         self.group = group
         self.__name__ = "as_ddp_hook"  # DDP logs the hook by name
         self.__qualname__ = repr(self)
-        self._names: Optional[dict[Tensor, str]] = None
+        self._names: dict[Tensor, str] | None = None
         self.state: State = {}
         """The pipeline's state, by parameter name; read it after a step, replace it by `load_state_dict`."""
         if module is not None:
@@ -137,7 +142,7 @@ class DDPHook:
         """
         self.state = self.pipeline.checked_state(state)
 
-    def __call__(self, state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    def __call__(self, state: object, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         """What DDP calls for each bucket, in the order of its buckets."""
         graph_task = torch._C._current_graph_task_id()
         if graph_task != self._graph_task:
@@ -152,7 +157,7 @@ class DDPHook:
             _at_end_of_backward(self._run)
         return delivery.future
 
-    def _gradients(self, bucket: dist.GradBucket) -> dict[str, Tensor]:
+    def _gradients(self, bucket: GradBucket) -> dict[str, Tensor]:
         gradients = {}
         for i, (param, gradient) in enumerate(zip(bucket.parameters(), _views(bucket), strict=True)):
             name = f"{bucket.index()}.{i}" if self._names is None else self._names.get(param)
@@ -185,24 +190,28 @@ class DDPHook:
                 delivery.future.set_result(delivery.buffer)
 
 
-def _views(bucket: dist.GradBucket) -> list[Tensor]:
+def _views(bucket: GradBucket) -> list[Tensor]:
     """Each parameter's gradient, as a view of the bucket's buffer."""
     params = bucket.parameters()
     if not any(param.is_complex() for param in params):
-        return bucket.gradients()
+        gradients: list[Tensor] = bucket.gradients()
+        return gradients
     # For complex parameters the buffer holds real numbers, twice as many, and torch 2.13's gradients() cuts it wrongly.
     numbers = torch.view_as_complex(bucket.buffer().view(-1, 2))
-    rows = numbers.split([param.numel() for param in params])
-    return [row.as_strided(p.shape, _bucket_strides(p), row.storage_offset()) for row, p in zip(rows, params, strict=True)]
+    rows = torch.split(numbers, [param.numel() for param in params])
+    return [
+        row.as_strided(p.shape, _bucket_strides(p), row.storage_offset()) for row, p in zip(rows, params, strict=True)
+    ]
 
 
 def _bucket_strides(param: Tensor) -> tuple[int, ...]:
     """Strides of a gradient in DDP's bucket: the parameter's own if it is dense, row-major otherwise."""
-    return torch.empty_like(param, device="meta").stride()  # preserves them just then
+    extent = 1 + sum((size - 1) * stride for size, stride in zip(param.shape, param.stride(), strict=True))
+    return param.stride() if extent == param.numel() else torch.empty(param.shape, device="meta").stride()
 
 
 def _at_end_of_backward(function: Any) -> None:
-    torch.autograd.Variable._execution_engine.queue_callback(function)  # type: ignore[attr-defined]
+    torch.autograd.Variable._execution_engine.queue_callback(function)
 
 
 def _raise_after_backward(error: Exception) -> None:

@@ -91,7 +91,7 @@ class ReducerFactory:
             )
         parameters = list(inspect.signature(function).parameters.values())
         options = parameters[2:]
-        if len(parameters) < 2 or any(option.default is option.empty for option in options):  # noqa: PLR2004
+        if len(parameters) < 2 or any(option.default is option.empty for option in options):
             raise PipelineError(
                 f"@reducer {function.__qualname__}: expected (x, comm, *, option=default, ...), every option with a default; "
                 f"got {inspect.signature(function)}"
@@ -207,7 +207,7 @@ class Reducer(Pipeline):
 
 
 def _line(function: ReducerFunction) -> str:
-    code = function.__code__  # type: ignore[attr-defined]
+    code = function.__code__
     return f"{code.co_filename}:{code.co_firstlineno}"
 
 

@@ -163,7 +163,7 @@ def _unpacked(flat: Tensor, paths: tuple[str, ...], like: Leaves, *, into_leaves
 
 def _cut(flat: Tensor, paths: tuple[str, ...], like: Leaves) -> Leaves:
     """`flat` cut into one row of numbers per path."""
-    return dict(zip(paths, flat.split([flat_numel(like[path]) for path in paths]), strict=True))
+    return dict(zip(paths, torch.split(flat, [flat_numel(like[path]) for path in paths]), strict=True))
 
 
 def _bytes(cap: int | str) -> int:
