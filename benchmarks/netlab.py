@@ -57,7 +57,7 @@ class Network:
         try:
             for rank, prefix in enumerate(self.prefixes):
                 environment = {**os.environ, **self.environment(rank), **(env or {})}
-                # A session of its own lets us end a rank together with whatever it has started.
+                # start_new_session: a rank can then be ended together with whatever it has started.
                 ranks.append(subprocess.Popen([*die_with_us, *prefix, *argv], env=environment, start_new_session=True))
             _wait(ranks, timeout)
         finally:

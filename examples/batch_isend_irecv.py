@@ -18,7 +18,7 @@ async def recursive_doubling_avg(x: Tensor, comm: pc.Comm) -> Tensor:
 
     The ranks below `core`, the largest power of two, do the work; each one above it hands its tensor to the rank `core`
     below, and gets the result from there. Pairs are one bit apart, and both of a pair add up the same two numbers, so all
-    ranks end with the same bits. For floating numbers.
+    ranks end with the same bits.
     """
     n, rank = comm.size, comm.rank
     core = 1 << n.bit_length() - 1
@@ -39,7 +39,7 @@ async def recursive_doubling_avg(x: Tensor, comm: pc.Comm) -> Tensor:
         received = await comm.exchange(send={partner: packet}, recv={partner: x.numel()})
         x = comm.decode(packet) + comm.decode(received[partner])
         width *= 2
-    packet = comm.encode(x / n, scale=core / n)
+    packet = comm.encode(x.div_(n), scale=core / n)  # in place, so that integers are refused and not truncated
     if beyond < n:
         await comm.exchange(send={beyond: packet}, recv={})
     return comm.decode(packet)
@@ -66,17 +66,17 @@ def main() -> None:
 def simulation(ranks: int) -> None:
     """Try it on ranks that are a loop in this process; no process group is needed."""
     trees = [gradients(rank) for rank in range(ranks)]
-    run = pc.simulate(recursive_doubling_avg(), trees)
+    run = pc.simulate(pc.chain(pc.bucketize("25MiB"), recursive_doubling_avg()), trees)
     for name in trees[0]:
         mean = torch.stack([tree[name] for tree in trees]).double().mean(dim=0)
         for tree in run.trees:
             torch.testing.assert_close(tree[name].double(), mean, rtol=0, atol=1e-6)
             if not torch.equal(tree[name], run.trees[0][name]):
                 raise SystemExit(f"{name}: ranks ended with different bits")
-    ring = pc.simulate(pc.ring_reduce(), trees)
-    print(f"{ranks} simulated ranks agree. Recursive doubling and a ring, for each rank:")
-    for what in ("rounds", "messages", "bytes"):
-        print(f"  {what:8s} {getattr(run, what)}   ring {getattr(ring, what)}")
+    ring = pc.simulate(pc.chain(pc.bucketize("25MiB"), pc.ring_reduce()), trees)
+    print(f"{ranks} simulated ranks end with the same bits. On each of them:")
+    for what in ("rounds", "bytes"):
+        print(f"  {what:6s}  recursive doubling {getattr(run, what)}, ring {getattr(ring, what)}")
 
 
 def gradients(rank: int) -> dict[str, Tensor]:

@@ -11,7 +11,7 @@ Source: Hensgen, Finkel and Manber 1988, Two algorithms for barrier synchronizat
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 
 import numpy as np
@@ -21,7 +21,6 @@ from torch import Tensor
 from ptcollect.comm import Comm
 from ptcollect.errors import PeerLostError, TreeMismatchError
 from ptcollect.tree import sorted_paths
-from ptcollect.value import fingerprint
 
 RECORD = 64  # bytes: 16 of digest, 1 of flag, the rest left for later
 
@@ -47,26 +46,23 @@ class Description:
     place: str = ""
     """Which rank this is, for messages."""
 
-    def digest(self) -> bytes:
-        """16 bytes that are equal only if everything that must agree is."""
-        if self.failure is not None:
-            return fingerprint(f"failed {self.place} {self.failure}")  # equal to no other rank's
-        same = (self.identity, self.step, self.missing, self.check, self.weighted, self.leaves, self.last_failed)
-        return fingerprint(json.dumps(same))
 
-
-async def agree(mine: Description, comm: Comm, digest: bytes | None = None) -> list[Description] | None:
-    """Compare `mine` with every other rank's; returns ``None`` if all are equal, and else the descriptions of all ranks.
+async def agree(digest: bytes, describe: Callable[[], Description], comm: Comm) -> list[Description] | None:
+    """Compare `digest` with every other rank's; ``None`` if all are equal, and else what all ranks describe, in order.
 
     On a mesh the dims are taken in turn, so that in the end every rank of the mesh has heard of every other.
+
+    Args:
+        digest: 16 bytes that are equal only if everything that must agree is.
+        describe: what they stand for; called only if some rank's differ.
+        comm: this rank's place.
     """
-    digest = mine.digest() if digest is None else digest
-    differs = mine.failure is not None
+    differs = False
     for axis in comm.axes:
         differs = await _disseminate(digest, differs, comm.on_axis(axis, "agreement"))
     if not differs:
         return None
-    described = [mine]
+    described = [describe()]
     for axis in comm.axes:
         lists = await _gather(
             json.dumps([asdict(each) for each in described]).encode(), comm.on_axis(axis, "agreement")

@@ -5,6 +5,7 @@ Both interpreters run this very program, so that a simulated call does all that 
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from dataclasses import dataclass, field
@@ -54,15 +55,11 @@ async def call(pipeline: Pipeline, tree: Any, state: State | None, place: Place,
         _check_weight(pipeline, options)
     except Exception as error:
         if checks:  # the others must hear of it in the slot where they expect this rank's record
-            await agree(_description(pipeline, 0, {}, (), place, options, failure=error), comm)
-            place.unanimous = error
+            await _report(error, _Brought(pipeline, 0, {}, (), place, options), comm)
         raise
     step = state.get("step", 0)
     if checks:
-        missing = await _agreed(
-            _description(pipeline, step, leaves, structure.paths, place, options), leaves, comm, place
-        )
-        found = leaves | missing
+        found = leaves | await _agreed(_Brought(pipeline, step, leaves, structure.paths, place, options), comm)
         leaves = {path: found[path] for path in structure.paths if path in found}
     comm = comm.replace(step=step, structure=structure, owned=options.donate and _apart(leaves))
     stages = {name: value for name, value in state.items() if name != "step"}
@@ -77,55 +74,85 @@ async def call(pipeline: Pipeline, tree: Any, state: State | None, place: Place,
 
 def _must_check(pipeline: Pipeline, place: Place, options: Options) -> bool:
     if options.check == "first":
-        digest = fingerprint(canonical(pipeline))
+        digest = fingerprint(_canonical(pipeline))
         if digest in place.checked:
             return False
         place.checked.add(digest)
     return options.check != "off"
 
 
-def _description(
-    pipeline: Pipeline,
-    step: int,
-    leaves: Leaves,
-    paths: tuple[str, ...],
-    place: Place,
-    options: Options,
-    failure: Exception | None = None,
-) -> Description:
-    return Description(
-        pipeline=repr(pipeline),
-        identity=canonical(pipeline),
-        step=step,
-        missing=options.missing,
-        check=options.check,
-        weighted=options.weight is not None,
-        leaves=[_described(path, leaves.get(path)) for path in paths],
-        failure=None if failure is None else f"{type(failure).__name__}: {failure}",
-        last_failed=place.last_failed,
-        place=place.name,
-    )
+@dataclass(frozen=True)
+class _Brought:
+    """What one rank brings to a call, and the ranks must agree on."""
+
+    pipeline: Pipeline
+    step: int
+    leaves: Leaves
+    paths: tuple[str, ...]
+    place: Place
+    options: Options
+
+    def digest(self) -> bytes:
+        """16 bytes that are equal on two ranks only if what they bring agrees."""
+        kinds = tuple([_kind(self.leaves.get(path)) for path in self.paths])
+        options = (self.options.missing, self.options.check, self.options.weight is not None)
+        leaves = _leaves_print(self.paths, kinds).hex()
+        return fingerprint(f"{_canonical(self.pipeline)} {leaves} {self.step} {options} {self.place.last_failed}")
+
+    def describe(self, failure: Exception | None = None) -> Description:
+        """The same in full, for the ranks to compare when digests differ."""
+        return Description(
+            pipeline=repr(self.pipeline),
+            identity=_canonical(self.pipeline),
+            step=self.step,
+            missing=self.options.missing,
+            check=self.options.check,
+            weighted=self.options.weight is not None,
+            leaves=[_described(path, self.leaves.get(path)) for path in self.paths],
+            failure=None if failure is None else f"{type(failure).__name__}: {failure}",
+            last_failed=self.place.last_failed,
+            place=self.place.name,
+        )
 
 
-async def _agreed(mine: Description, leaves: Leaves, comm: Comm, place: Place) -> Leaves:
-    """Return the zeros that fill this rank's missing leaves, or raise on every rank."""
-    everyone = await agree(mine, comm)
-    place.last_failed = False  # every rank knows by now
-    if everyone is None:
-        return {}
-    try:
-        wanted = settle(everyone, mine)
-    except Exception as error:
-        place.unanimous = error
-        raise
-    device = next((leaf.device for leaf in leaves.values()), torch.device("cpu"))
-    return {
-        path: torch.zeros(shape, dtype=getattr(torch, dtype), device=device) for path, (shape, dtype) in wanted.items()
-    }
+_canonical = functools.lru_cache(maxsize=256)(canonical)
+
+
+def _kind(leaf: Tensor | None) -> tuple[torch.Size, torch.dtype] | None:
+    return None if leaf is None else (leaf.shape, leaf.dtype)
+
+
+@functools.lru_cache(maxsize=256)
+def _leaves_print(paths: tuple[str, ...], kinds: tuple[tuple[torch.Size, torch.dtype] | None, ...]) -> bytes:
+    return fingerprint(repr((paths, kinds)))
 
 
 def _described(path: str, leaf: Tensor | None) -> tuple[str, list[int] | None, str]:
     return (path, None, "") if leaf is None else (path, list(leaf.shape), str(leaf.dtype).removeprefix("torch."))
+
+
+async def _report(error: Exception, mine: _Brought, comm: Comm) -> None:
+    """Tell all ranks that this one cannot take part; its digest is equal to no other's."""
+    await agree(fingerprint(f"{mine.place.name} failed: {error}"), lambda: mine.describe(error), comm)
+    mine.place.last_failed = False
+    mine.place.unanimous = error
+
+
+async def _agreed(mine: _Brought, comm: Comm) -> Leaves:
+    """Return the zeros that fill this rank's missing leaves, or raise on every rank."""
+    everyone = await agree(mine.digest(), mine.describe, comm)
+    mine.place.last_failed = False  # every rank knows by now
+    if everyone is None:
+        return {}
+    try:
+        wanted = settle(everyone, mine.describe())
+    except Exception as error:
+        mine.place.unanimous = error
+        raise
+    device = next((leaf.device for leaf in mine.leaves.values()), torch.device("cpu"))
+    return {
+        path: torch.zeros(shape, dtype=getattr(torch, dtype), device=device) for path, (shape, dtype) in wanted.items()
+    }
 
 
 def _check_weight(pipeline: Pipeline, options: Options) -> None:

@@ -68,6 +68,8 @@ class Exchange(Request["dict[int, Packet]"]):
     receive: Mapping[int, tuple[int, int]]
     """Peer -> (numbers, bytes) that it will send."""
     device: torch.device
+    places: Mapping[int, Tensor]
+    """Peer -> where its bytes go; elsewhere the interpreter allocates."""
     control: bool = False
     """Agreement traffic, counted apart from the payload."""
 
@@ -92,7 +94,7 @@ class Comm:
     A reducer gets one `Comm` per leaf and awaits what it asks for:
 
     * `rank`, `size`: this rank and the number of ranks on the reducer's axis;
-    * `encode`, `decode`, `add_decoded`: the codec that an enclosing `compress` chose, or else the leaf's own dtype;
+    * `encode`, `decode`, `accumulate`: the codec that an enclosing `compress` chose, or else the leaf's own dtype;
     * `exchange`, `all_reduce`, `fork`: the requests.
 
     A transform passes its `Comm` on to the pipeline inside it.
@@ -199,16 +201,22 @@ class Comm:
         """The numbers in `packet`, flat and in the accumulation dtype; may share its storage."""
         return self._codec().decode(packet.data, packet.numel, self.dtype)
 
-    def add_decoded(self, packet: Packet, into: Tensor, alpha: float = 1.0) -> None:
-        """``into += alpha * decode(packet)``, without the whole decoded row where the codec can."""
-        self._codec().add_decoded(packet.data, into, alpha)
+    def accumulate(self, packet: Packet, into: Tensor, *, keep: float = 1.0, alpha: float = 1.0) -> None:
+        """``into = keep * into + alpha * decode(packet)``, without the whole decoded row where the codec can."""
+        self._codec().accumulate(packet.data, into, keep, alpha)
 
-    def exchange(self, *, send: Mapping[int, Packet], recv: Mapping[int, int]) -> Exchange:
+    @property
+    def plain(self) -> bool:
+        """Whether packets are the numbers themselves: ``decode(encode(x))`` is `x`, in the same place."""
+        return isinstance(self.codec, Cast) and self.codec.dtype == self.dtype
+
+    def exchange(self, *, send: Mapping[int, Packet], recv: Mapping[int, int | Tensor]) -> Exchange:
         """One batch of sends and receives; ``await`` gives the packets received, by peer.
 
         Args:
             send: group rank of the peer -> packet.
-            recv: group rank of the peer -> how many numbers it sends; a peer that sends none may be left out.
+            recv: group rank of the peer -> how many numbers it sends; a peer that sends none may be left out. Where
+                packets are `plain`, the flat tensor that is to receive the numbers, instead.
         """
         for peer in (*send, *recv):
             if not 0 <= peer < self.size or peer == self.rank:
@@ -218,14 +226,19 @@ class Comm:
                     else f"rank {peer}, which does not exist: ranks are 0 to {self.size - 1}"
                 )
                 raise PipelineError(f"{self.stage}: rank {self.rank} was told to exchange with {what} ({_caller()})")
-        sizes = {peer: (numel, self._codec().wire_bytes(numel)) for peer, numel in recv.items()}
-        return Exchange(*self._about(), send, sizes, self.device)
+        sizes, places = {}, {}
+        for peer, expected in recv.items():
+            numel = expected if isinstance(expected, int) else expected.numel()
+            sizes[peer] = (numel, self._codec().wire_bytes(numel))
+            if not isinstance(expected, int):
+                places[peer] = self._place(expected)
+        return Exchange(*self._about(), send, sizes, self.device, places)
 
     def exchange_bytes(self, send: Mapping[int, Tensor], recv: Mapping[int, int]) -> Exchange:
         """An exchange of raw bytes on the CPU that carries control information, counted apart from the payload."""
         packets = {peer: Packet(data, data.numel()) for peer, data in send.items()}
         sizes = {peer: (size, size) for peer, size in recv.items()}
-        return Exchange(*self._about(), packets, sizes, torch.device("cpu"), control=True)
+        return Exchange(*self._about(), packets, sizes, torch.device("cpu"), {}, control=True)
 
     def all_reduce(self, x: Tensor, op: Literal["sum"] = "sum") -> AllReduce:
         """The native collective: ``await`` gives `x` summed over the ranks, in place, in `x`'s dtype."""
@@ -240,6 +253,14 @@ class Comm:
     def forgotten(self) -> Request[Any] | None:
         """A request that was made on this comm and never awaited, if there is one."""
         return self._outstanding[0] if self._outstanding else None
+
+    def _place(self, tensor: Tensor) -> Tensor:
+        if not self.plain or tensor.dtype != self.dtype or not tensor.is_contiguous():
+            raise PipelineError(
+                f"{self.stage}: recv of a tensor needs plain packets and a contiguous tensor of {self.dtype}, got "
+                f"{tensor.dtype} and {self.codec!r}; receive a number of elements and decode ({_caller()})"
+            )
+        return tensor.view(torch.uint8)
 
     def _codec(self) -> Codec:
         if self.codec is None:

@@ -68,12 +68,10 @@ def flat_copy(leaf: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def flat_rows(leaves: list[Tensor]) -> list[Tensor]:
-    """Each of `leaves` as a row of its real numbers in row-major order; views where that is possible."""
-    rows = []
-    for leaf in leaves:
-        plain = leaf.resolve_conj().resolve_neg() if leaf.is_conj() or leaf.is_neg() else leaf
-        rows.append((torch.view_as_real(plain) if plain.is_complex() else plain).reshape(-1))
-    return rows
+    """Each of `leaves`, all complex or none, as a row of real numbers in row-major order; views where possible."""
+    if not any(leaf.is_complex() for leaf in leaves):
+        return [leaf.reshape(-1) for leaf in leaves]
+    return [torch.view_as_real(leaf.resolve_conj()).reshape(-1) for leaf in leaves]
 
 
 def flat_numel(leaf: Tensor) -> int:
@@ -83,6 +81,8 @@ def flat_numel(leaf: Tensor) -> int:
 
 def from_flat(flat: Tensor, like: Tensor) -> Tensor:
     """`flat` (row-major real numbers) as a tensor of `like`'s shape, dtype and strides; shares storage where it can."""
+    if flat.dtype == like.dtype and like.is_contiguous():
+        return flat.view(like.shape)
     if flat.dtype != real_dtype(like.dtype):
         flat = flat.to(real_dtype(like.dtype))
     shaped = torch.view_as_complex(flat.view(*like.shape, 2)) if like.is_complex() else flat.view(like.shape)

@@ -230,7 +230,8 @@ class _Posted:
         place = request.device if on_device else torch.device("cpu")
         operations: list[dist.P2POp] = []
         for peer, (_, size) in request.receive.items():
-            self.buffers[peer] = torch.empty(size, dtype=torch.uint8, device=place)
+            own = request.places.get(peer)
+            self.buffers[peer] = own if own is not None else torch.empty(size, dtype=torch.uint8, device=place)
             if size and on_device:
                 operations.append(dist.P2POp(dist.irecv, self.buffers[peer], group=group.device_group, group_peer=peer))
             elif size:

@@ -245,6 +245,7 @@ class _WaitingForMail(_Waiting):
     def __init__(self, network: _Network, request: Exchange, task: Task, row: Any, me: int) -> None:
         super().__init__(network, request, task)
         self.receive = request.receive
+        self.places = request.places
         self.boxes = {peer: (row, peer, me, task.tag) for peer, (_, size) in request.receive.items() if size}
 
     def ready(self) -> bool:
@@ -263,6 +264,8 @@ class _WaitingForMail(_Waiting):
                     f"rank {peer} sent {data.numel()} bytes where {size} bytes ({numel} numbers) are expected {self._where()}; "
                     "both sides must compute the same size"
                 )
+            if peer in self.places:
+                data = self.places[peer].copy_(data)
             received[peer] = Packet(data, numel)
         return received
 

@@ -138,7 +138,7 @@ def _mean(column: list[Leaf], codec: torch.dtype | None, encodings: int) -> Leaf
         return Leaf(values[0], bound, dtype)
     largest = values.abs().amax(0) + torch.stack([leaf.bound for leaf in column]).amax(0)
     bound = bound + n * eps(dtype) * largest + n * subnormal(dtype)
-    result = Leaf(values.mean(0), bound, dtype)
+    result = Leaf((values / n).sum(0), bound, dtype)  # the sum may be too large for float64
     return _encoded(result, codec, encodings, largest)
 
 

@@ -215,7 +215,12 @@ def narrow(new: Numbers) -> Any:
 
 
 def empties(new: Numbers) -> Any:
-    return {"flat": new.real(0), "wide": new.real(0, 10), "integer": new.integer(0, dtype=torch.int32), "w": new.real(3)}
+    return {
+        "flat": new.real(0),
+        "wide": new.real(0, 10),
+        "integer": new.integer(0, dtype=torch.int32),
+        "w": new.real(3),
+    }
 
 
 TREES: dict[str, Make] = {

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ptcollect.codecs.codec import BLOCK, Codec, Key
+from ptcollect.codecs.codec import Codec, Key, accumulate
 
 
 @dataclass(frozen=True, repr=False)
@@ -30,15 +30,8 @@ class Cast(Codec):
     def decode(self, packet: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
         return packet.view(self.dtype).to(dtype)
 
-    def add_decoded(self, packet: Tensor, into: Tensor, alpha: float) -> None:
-        numbers = packet.view(self.dtype)
-        if self.dtype == into.dtype:
-            into.add_(numbers, alpha=alpha if alpha != 1 else 1)  # integers take no float alpha
-            return
-        # Mixed dtypes make torch convert the whole operand first; in blocks that copy stays in cache.
-        for start in range(0, into.numel(), BLOCK):
-            block = slice(start, start + BLOCK)
-            into[block].add_(numbers[block].to(into.dtype), alpha=alpha)
+    def accumulate(self, packet: Tensor, into: Tensor, keep: float, alpha: float) -> None:
+        accumulate(packet.view(self.dtype), into, keep, alpha)
 
 
 @dataclass(frozen=True, repr=False)

@@ -77,6 +77,19 @@ class Codec(Value):
         """Unpack into a flat tensor of `numel` elements in `dtype`; may share the packet's storage."""
         raise NotImplementedError(f"{type(self).__qualname__}.decode")
 
-    def add_decoded(self, packet: Tensor, into: Tensor, alpha: float) -> None:
-        """``into += alpha * decode(packet)``; override where that can be done without the whole decoded row."""
-        into.add_(self.decode(packet, into.numel(), into.dtype), alpha=alpha)
+    def accumulate(self, packet: Tensor, into: Tensor, keep: float, alpha: float) -> None:
+        """``into = keep * into + alpha * decode(packet)``; override where that needs no whole decoded row."""
+        accumulate(self.decode(packet, into.numel(), into.dtype), into, keep, alpha)
+
+
+def accumulate(numbers: Tensor, into: Tensor, keep: float, alpha: float) -> None:
+    """``into = keep * into + alpha * numbers`` in blocks that stay in cache, so that memory is passed over once."""
+    if keep == alpha == 1 and numbers.dtype == into.dtype:
+        into.add_(numbers)
+        return
+    for start in range(0, into.numel(), BLOCK):
+        block = into[start : start + BLOCK]
+        if keep != 1:
+            block.mul_(keep)
+        # Mixed dtypes make torch convert the operand first; here that copy is small.
+        block.add_(numbers[start : start + BLOCK].to(into.dtype), alpha=alpha if alpha != 1 else 1)  # ints: no float

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from ptcollect.averaging import finish_mean, partial_scale, split_evenly
@@ -43,9 +42,12 @@ async def all_to_all_avg(x: Tensor, comm: Comm) -> Tensor:
     mean = mean_in_rank_order({**received, rank: parts[rank]}, comm)
 
     result = comm.encode(mean, at=chunks[rank][0], scale=1 / n)
-    received = await comm.exchange(send=dict.fromkeys(others, result), recv={peer: sizes[peer] for peer in others})
+    places = {peer: x[start:stop] for peer, (start, stop) in enumerate(chunks)}
+    wanted = {peer: places[peer] if comm.plain else sizes[peer] for peer in others}
+    received = await comm.exchange(send=dict.fromkeys(others, result), recv=wanted)
     for peer, packet in {**received, rank: result}.items():
-        x[slice(*chunks[peer])].copy_(comm.decode(packet))
+        if peer == rank or not comm.plain:
+            places[peer].copy_(comm.decode(packet))
     return x
 
 
@@ -53,7 +55,7 @@ def mean_in_rank_order(packets: dict[int, Packet], comm: Comm) -> Tensor:
     """The mean of what all ranks sent, added up from rank 0 to n-1 in the accumulation dtype."""
     n = len(packets)
     scale = partial_scale(comm.dtype, n)
-    total = torch.zeros(packets[0].numel, dtype=comm.dtype, device=packets[0].data.device)
-    for rank in range(n):
-        comm.add_decoded(packets[rank], total, alpha=scale)
+    total = comm.decode(packets[0]).clone()
+    for rank in range(1, n):
+        comm.accumulate(packets[rank], total, keep=scale if rank == 1 else 1.0, alpha=scale)
     return finish_mean(total, n)

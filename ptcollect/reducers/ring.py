@@ -52,20 +52,21 @@ async def ring_reduce(x: Tensor, comm: Comm, *, op: Literal["mean", "sum"] = "me
         mine = x[slice(*chunks[(rank - ranks) % n])]
         packet = comm.encode(x[start:stop], at=start, scale=scale(ranks))
         received = await comm.exchange(send={right: packet}, recv={left: mine.numel()})
-        if scale(ranks + 1) != 1:
-            mine.mul_(scale(ranks + 1))
-        comm.add_decoded(received[left], mine, alpha=scale(ranks + 1) / scale(ranks))
+        comm.accumulate(received[left], mine, keep=scale(ranks + 1), alpha=scale(ranks + 1) / scale(ranks))
 
     start, stop = chunks[right]  # the chunk whose sum over all ranks has ended here
     result = x[start:stop]
     if op == "mean":
         finish_mean(result, n)
     packet = comm.encode(result, at=start, scale=1 / n if op == "mean" else 1.0)
-    result.copy_(comm.decode(packet))
+    if not comm.plain:
+        result.copy_(comm.decode(packet))
 
     for step in range(1, n):  # all-gather: packets go round as they are
         start, stop = chunks[(rank + 1 - step) % n]
-        received = await comm.exchange(send={right: packet}, recv={left: stop - start})
+        place = x[start:stop]
+        received = await comm.exchange(send={right: packet}, recv={left: place if comm.plain else place.numel()})
         packet = received[left]
-        x[start:stop].copy_(comm.decode(packet))
+        if not comm.plain:
+            place.copy_(comm.decode(packet))
     return x

@@ -5,13 +5,13 @@ from __future__ import annotations
 import functools
 import re
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ptcollect.comm import Comm
-from ptcollect.dtypes import flat_numel, flat_rows, fresh_copy, from_flat, overwrite, real_dtype
+from ptcollect.dtypes import flat_rows, fresh_copy, from_flat, overwrite
 from ptcollect.errors import PipelineError
 from ptcollect.pipeline import Pipeline, Transform, Wrapped
 from ptcollect.reducers.reducer import Reducer
@@ -99,31 +99,40 @@ class Bucketize(Transform):
         """
         leaves, structure = flatten(tree)
         plan = self.plan(leaves)
-        return {name: _packed(paths, leaves) for name, paths in plan.items()}, Undo(structure, leaves, plan)
+        return {bucket.name: _packed(bucket, leaves) for bucket in plan}, Undo(structure, leaves, plan)
 
-    def plan(self, leaves: Leaves) -> dict[str, tuple[str, ...]]:
-        """Bucket name -> paths, for leaves of these sizes, dtypes and devices."""
-        shapes = tuple((path, flat_numel(leaf), leaf.dtype, leaf.device) for path, leaf in leaves.items())
-        return _plan(shapes, _bytes(self.cap), self.order)
+    def plan(self, leaves: Leaves) -> tuple[Bucket, ...]:
+        """Which leaves go into which bucket; made once for leaves of these sizes, dtypes and devices."""
+        kinds = tuple([(leaf.numel(), leaf.dtype, leaf.device) for leaf in leaves.values()])
+        return _plan(tuple(leaves), kinds, self.cap, self.order)
 
     async def update(self, inner: Pipeline, tree: Leaves, state: State, comm: Comm) -> tuple[Leaves, State]:
-        plan = self.plan(tree)
-        work = [self._bucket(inner, name, paths, tree, comm) for name, paths in plan.items()]
+        work = [self._bucket(inner, bucket, tree, comm) for bucket in self.plan(tree)]
         done: Leaves = {
-            path: leaf if comm.owned else fresh_copy(leaf) for path, leaf in tree.items() if leaf.numel() == 0
+            path: leaf if comm.owned else fresh_copy(leaf) for path, leaf in tree.items() if not leaf.numel()
         }
         for leaves in [await work[0]] if len(work) == 1 else await comm.fork(work):
             done |= leaves
         return {path: done[path] for path in tree}, {"inner": state["inner"]}
 
-    async def _bucket(self, inner: Pipeline, name: str, paths: tuple[str, ...], tree: Leaves, comm: Comm) -> Leaves:
-        label = f"{name} ({paths[0]} to {paths[-1]})" if len(paths) > 1 else paths[0]
+    async def _bucket(self, inner: Pipeline, bucket: Bucket, tree: Leaves, comm: Comm) -> Leaves:
         residuals: Leaves | None = None if comm.residuals is None else {}
-        flat = _packed(paths, tree)
-        out, _ = await inner.apply({label: flat}, {}, comm.replace(owned=True, residuals=residuals))
+        flat = {bucket.label: _packed(bucket, tree)}
+        out, _ = await inner.apply(flat, {}, comm.replace(owned=True, residuals=residuals))
         if residuals and comm.residuals is not None:
-            comm.residuals.update(_cut(residuals[label], paths, tree))
-        return _unpacked(out[label], paths, tree, into_leaves=comm.owned)
+            comm.residuals.update(zip(bucket.paths, torch.split(residuals[bucket.label], bucket.sizes), strict=True))
+        return _unpacked(out[bucket.label], bucket, tree, into_leaves=comm.owned)
+
+
+class Bucket(NamedTuple):
+    """Leaves that travel together."""
+
+    name: str
+    label: str
+    """The name with the first and last path, for messages."""
+    paths: tuple[str, ...]
+    sizes: list[int]
+    """Real numbers in each leaf."""
 
 
 @dataclass(frozen=True)
@@ -132,7 +141,7 @@ class Undo:
 
     structure: Structure
     leaves: Leaves
-    plan: dict[str, tuple[str, ...]]
+    plan: tuple[Bucket, ...]
 
     def __call__(self, buckets: Leaves) -> Any:
         """The tree of the structure that was packed, with the values in `buckets`.
@@ -140,30 +149,26 @@ class Undo:
         Raises:
             ValueError: names or sizes of `buckets` are not those that were made.
         """
-        expected = {name: sum(flat_numel(self.leaves[path]) for path in paths) for name, paths in self.plan.items()}
+        expected = {bucket.name: sum(bucket.sizes) for bucket in self.plan}
         got = {name: bucket.numel() for name, bucket in buckets.items()}
         if expected != got:
             raise ValueError(f"these are not the buckets that were packed: expected sizes {expected}, got {got}")
         leaves: Leaves = {path: fresh_copy(leaf) for path, leaf in self.leaves.items() if leaf.numel() == 0}
-        for name, paths in self.plan.items():
-            leaves |= _unpacked(buckets[name].clone(), paths, self.leaves, into_leaves=False)
+        for bucket in self.plan:
+            leaves |= _unpacked(buckets[bucket.name].clone(), bucket, self.leaves, into_leaves=False)
         return self.structure.unflatten(leaves)
 
 
-def _packed(paths: tuple[str, ...], leaves: Leaves) -> Tensor:
-    """The values of `paths` as one flat tensor of their own (real) dtype."""
-    return torch.cat(flat_rows([leaves[path] for path in paths]))
+def _packed(bucket: Bucket, leaves: Leaves) -> Tensor:
+    """The leaves of `bucket` as one flat tensor of their own (real) dtype."""
+    return torch.cat(flat_rows([leaves[path] for path in bucket.paths]))
 
 
-def _unpacked(flat: Tensor, paths: tuple[str, ...], like: Leaves, *, into_leaves: bool) -> Leaves:
-    """The leaves at `paths` with the values in `flat`: views of it, or written over `like` itself."""
+def _unpacked(flat: Tensor, bucket: Bucket, like: Leaves, *, into_leaves: bool) -> Leaves:
+    """The leaves of `bucket` with the values in `flat`: views of it, or written over `like` itself."""
     put = overwrite if into_leaves else from_flat
-    return {path: put(part, like[path]) for path, part in _cut(flat, paths, like).items()}
-
-
-def _cut(flat: Tensor, paths: tuple[str, ...], like: Leaves) -> Leaves:
-    """`flat` cut into one row of numbers per path."""
-    return dict(zip(paths, torch.split(flat, [flat_numel(like[path]) for path in paths]), strict=True))
+    parts = torch.split(flat, bucket.sizes)
+    return {path: put(part, like[path]) for path, part in zip(bucket.paths, parts, strict=True)}
 
 
 def _bytes(cap: int | str) -> int:
@@ -181,19 +186,27 @@ def _bytes(cap: int | str) -> int:
 
 @functools.lru_cache(maxsize=64)
 def _plan(
-    shapes: tuple[tuple[str, int, torch.dtype, torch.device], ...], cap: int, order: str
-) -> dict[str, tuple[str, ...]]:
+    paths: tuple[str, ...], kinds: tuple[tuple[int, torch.dtype, torch.device], ...], cap: int | str, order: str
+) -> tuple[Bucket, ...]:
     """Fill buckets in order; one is open per dtype and device, and closes when the next leaf does not fit."""
-    buckets: list[list[str]] = []
-    open_bucket: dict[tuple[torch.dtype, torch.device], tuple[list[str], int]] = {}
-    for path, numel, dtype, device in reversed(shapes) if order == "reverse" else shapes:
+    most = _bytes(cap)
+    buckets: list[list[tuple[str, int]]] = []
+    open_bucket: dict[tuple[torch.dtype, torch.device], tuple[list[tuple[str, int]], int]] = {}
+    leaves = list(zip(paths, kinds, strict=True))
+    for path, (numel, dtype, device) in reversed(leaves) if order == "reverse" else leaves:
         if numel == 0:
             continue  # nothing to send
-        size = numel * real_dtype(dtype).itemsize
-        bucket, used = open_bucket.get((dtype, device), ([], cap))
-        if used + size > cap:
+        bucket, used = open_bucket.get((dtype, device), ([], most))
+        size = numel * dtype.itemsize
+        if used + size > most:
             bucket, used = [], 0
             buckets.append(bucket)
-        bucket.append(path)
+        bucket.append((path, numel * (2 if dtype.is_complex else 1)))
         open_bucket[dtype, device] = (bucket, used + size)
-    return {f"bucket{i}": tuple(bucket) for i, bucket in enumerate(buckets)}
+    return tuple(_bucket(f"bucket{i}", bucket) for i, bucket in enumerate(buckets))
+
+
+def _bucket(name: str, leaves: list[tuple[str, int]]) -> Bucket:
+    paths = tuple(path for path, _ in leaves)
+    label = f"{name} ({paths[0]} to {paths[-1]})" if len(paths) > 1 else paths[0]
+    return Bucket(name, label, paths, [size for _, size in leaves])
