@@ -44,8 +44,8 @@ class Packet:
 class Request(Generic[T]):
     """Something a coroutine asks for by ``await``; made by the methods of `Comm`."""
 
-    origin: str
-    """``file:line in function`` where it was made, for errors."""
+    made_at: tuple[str, int, str]
+    """File, line and function where it was made, for errors."""
     axis: str | None
     leaf: str
     stage: str
@@ -53,6 +53,11 @@ class Request(Generic[T]):
 
     def __post_init__(self) -> None:
         self.outstanding.append(self)
+
+    @property
+    def origin(self) -> str:
+        """``file:line in function`` where it was made."""
+        return _shown(self.made_at)
 
     def __await__(self) -> Generator[Request[T], T, T]:
         if self in self.outstanding:
@@ -225,7 +230,9 @@ class Comm:
                     if peer == self.rank
                     else f"rank {peer}, which does not exist: ranks are 0 to {self.size - 1}"
                 )
-                raise PipelineError(f"{self.stage}: rank {self.rank} was told to exchange with {what} ({_caller()})")
+                raise PipelineError(
+                    f"{self.stage}: rank {self.rank} was told to exchange with {what} ({_shown(_caller())})"
+                )
         sizes, places = {}, {}
         for peer, expected in recv.items():
             numel = expected if isinstance(expected, int) else expected.numel()
@@ -243,7 +250,7 @@ class Comm:
     def all_reduce(self, x: Tensor, op: Literal["sum"] = "sum") -> AllReduce:
         """The native collective: ``await`` gives `x` summed over the ranks, in place, in `x`'s dtype."""
         if op != "sum":
-            raise PipelineError(f'comm.all_reduce: expected op="sum", got {op!r} ({_caller()})')
+            raise PipelineError(f'comm.all_reduce: expected op="sum", got {op!r} ({_shown(_caller())})')
         return AllReduce(*self._about(), x)
 
     def fork(self, children: Sequence[Coroutine[Any, Any, T]]) -> Fork:
@@ -258,7 +265,7 @@ class Comm:
         if not self.plain or tensor.dtype != self.dtype or not tensor.is_contiguous():
             raise PipelineError(
                 f"{self.stage}: recv of a tensor needs plain packets and a contiguous tensor of {self.dtype}, got "
-                f"{tensor.dtype} and {self.codec!r}; receive a number of elements and decode ({_caller()})"
+                f"{tensor.dtype} and {self.codec!r}; receive a number of elements and decode ({_shown(_caller())})"
             )
         return tensor.view(torch.uint8)
 
@@ -267,13 +274,18 @@ class Comm:
             raise PipelineError(f"{self.stage or 'a transform'} used the codec of a comm that is not for one leaf")
         return self.codec
 
-    def _about(self) -> tuple[str, str | None, str, str, list[Request[Any]]]:
+    def _about(self) -> tuple[tuple[str, int, str], str | None, str, str, list[Request[Any]]]:
         return _caller(), self.axis, self.leaf, self.stage, self._outstanding
 
 
-def _caller() -> str:
-    """``file:line in function`` of the code that called a method of `Comm`."""
+def _shown(place: tuple[str, int, str]) -> str:
+    file, line, function = place
+    return f"{file}:{line} in {function}"
+
+
+def _caller() -> tuple[str, int, str]:
+    """File, line and function of the code that called a method of `Comm`."""
     frame = sys._getframe(1)
     while frame.f_back is not None and frame.f_code.co_filename == __file__:
         frame = frame.f_back
-    return f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
+    return frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name

@@ -269,7 +269,7 @@ class _Posted:
 
     def _wait_each(self) -> str | None:
         # Returns words, not the exception: its traceback would hold the Work, and that the group.
-        timeout = self.members.timeout
+        timeout = self.lane.private[self.members.axis].timeout
         while self.pending:
             doing, work = self.pending[0]
             try:

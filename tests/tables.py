@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import optree
+import oracle
 import torch
 from torch import Tensor
 
-import oracle
 import ptcollect as pc
 
 WORLD_SIZES = (1, 2, 3, 4, 5, 8)

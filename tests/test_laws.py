@@ -17,14 +17,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import oracle
 import pytest
 import torch
-from torch import Tensor
-
-import oracle
-import ptcollect as pc
 from oracle import leaves
 from tables import PIPELINES, TREES, WORLD_SIZES, Row, make
+from torch import Tensor
+
+import ptcollect as pc
 
 
 @dataclass(frozen=True, repr=False)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ptcollect.comm import Comm
-from ptcollect.dtypes import flat_rows, fresh_copy, from_flat, overwrite
+from ptcollect.dtypes import flat_rows, flat_view, fresh_copy, from_flat, overwrite
 from ptcollect.errors import PipelineError
 from ptcollect.pipeline import Pipeline, Transform, Wrapped
 from ptcollect.reducers.reducer import Reducer
@@ -117,7 +117,9 @@ class Bucketize(Transform):
 
     async def _bucket(self, inner: Pipeline, bucket: Bucket, tree: Leaves, comm: Comm) -> Leaves:
         residuals: Leaves | None = None if comm.residuals is None else {}
-        flat = {bucket.label: _packed(bucket, tree)}
+        # A donated leaf that has a bucket to itself is worked on where it is.
+        alone = flat_view(tree[bucket.paths[0]]) if comm.owned and len(bucket.paths) == 1 else None
+        flat = {bucket.label: alone if alone is not None else _packed(bucket, tree)}
         out, _ = await inner.apply(flat, {}, comm.replace(owned=True, residuals=residuals))
         if residuals and comm.residuals is not None:
             comm.residuals.update(zip(bucket.paths, torch.split(residuals[bucket.label], bucket.sizes), strict=True))
