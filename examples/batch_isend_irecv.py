@@ -1,7 +1,7 @@
 """A reducer of one's own: recursive doubling, first on five ranks in this process and then on real ones.
 
-    python examples/batch_isend_irecv.py
-    torchrun --nproc-per-node 4 examples/batch_isend_irecv.py
+Run it with `python examples/batch_isend_irecv.py`, or on ranks of your own:
+`torchrun --nproc-per-node 4 examples/batch_isend_irecv.py`.
 """
 
 import torch
@@ -17,8 +17,8 @@ async def recursive_doubling_avg(x: Tensor, comm: pc.Comm) -> Tensor:
     """The mean over the ranks in log2(n) rounds of pairs: few rounds, so it suits small tensors.
 
     The ranks below `core`, the largest power of two, do the work; each one above it hands its tensor to the rank `core`
-    below, and gets the result from there. Pairs are one bit apart, and both of a pair add up the same two numbers, so all
-    ranks end with the same bits.
+    below, and gets the result from there. Pairs are one bit apart, and both of a pair add up the same two numbers, so
+    all ranks end with the same bits.
     """
     n, rank = comm.size, comm.rank
     core = 1 << n.bit_length() - 1
@@ -60,7 +60,8 @@ def main() -> None:
     if (sent.bytes, sent.messages) != (simulated.bytes[rank], simulated.messages[rank]):
         raise SystemExit(f"rank {rank}: sent {sent.bytes} bytes, the simulation {simulated.bytes[rank]}")
     if rank == 0:
-        print(f"{pipeline} on {world_size} processes: the bits and the bytes of the simulation, {sent.bytes} B on rank 0")
+        print(f"{pipeline} on {world_size} processes:")
+        print(f"  the bits and the bytes of the simulation; rank 0 sent {sent.bytes} bytes")
 
 
 def simulation(ranks: int) -> None:

@@ -1,7 +1,7 @@
 """A training loop of one's own: one line between the gradients and the optimizer.
 
-    python examples/custom_loop.py
-    torchrun --nproc-per-node 4 examples/custom_loop.py
+Run it with `python examples/custom_loop.py`, or on ranks of your own:
+`torchrun --nproc-per-node 4 examples/custom_loop.py`.
 """
 
 import torch

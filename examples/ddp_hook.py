@@ -1,7 +1,7 @@
 """The same pipeline as a communication hook of DistributedDataParallel, next to plain DDP.
 
-    python examples/ddp_hook.py
-    torchrun --nproc-per-node 4 examples/ddp_hook.py
+Run it with `python examples/ddp_hook.py`, or on ranks of your own:
+`torchrun --nproc-per-node 4 examples/ddp_hook.py`.
 """
 
 import torch

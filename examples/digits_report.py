@@ -60,8 +60,8 @@ def progress(total: int, *, shown: bool) -> Iterator[Callable[[str], None]]:
         return
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("steps"), TimeElapsedColumn())
-    with Progress(*columns) as bar:
+    title, count = TextColumn("{task.description}"), MofNCompleteColumn()
+    with Progress(title, BarColumn(), count, TextColumn("steps"), TimeElapsedColumn()) as bar:
         task = bar.add_task("", total=total)
         yield lambda title: bar.update(task, description=f"{title:22s}", advance=1)
 
@@ -77,7 +77,8 @@ def print_table(outcomes: list[Outcome], setting: Setting) -> None:
     title = f"Digits: {setting.parameters:,} parameters, {setting.steps} steps of {setting.shares}"
     table = Table(title=title, title_style="bold", title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1))
     table.add_column("gradients averaged by", style="bold")
-    for heading in ("test\naccuracy", "training\nloss", "sent per rank\nand step", "largest difference\nfrom plain DDP"):
+    headings = "test\naccuracy", "training\nloss", "sent per rank\nand step", "largest difference\nfrom plain DDP"
+    for heading in headings:
         table.add_column(heading, justify="right")
     for outcome in outcomes:
         table.add_row(
@@ -96,12 +97,13 @@ def print_table(outcomes: list[Outcome], setting: Setting) -> None:
     notes.add_row("accuracy", f"of {setting.test_images} images that were not trained on")
     notes.add_row("loss", f"cross-entropy over all {setting.train_images:,} training images after the last step")
     agreement = max(outcome.agreement_bytes_per_step for outcome in outcomes) / 1000
-    notes.add_row("sent", f"counted by pc.traffic() on the rank that sends most; agreement adds {agreement:.1f} kB a step")
-    notes.add_row("*", "not counted but calculated: a ring sends 2(n-1)/n of the float32 gradients")
     notes.add_row(
-        "difference",
-        f"of any parameter after the last step; the largest is {setting.largest_parameter:.2f}, which float32 rounds by "
-        f"up to {setting.rounding:.0e}",
+        "sent", f"counted by pc.traffic(), on the rank that sends most; agreement adds {agreement:.1f} kB a step"
+    )
+    notes.add_row("*", "not counted but calculated: a ring sends 2(n-1)/n of the float32 gradients")
+    largest, rounding = f"{setting.largest_parameter:.2f}", f"{setting.rounding:.0e}"
+    notes.add_row(
+        "difference", f"after the last step; float32 rounds the largest parameter, {largest}, by up to {rounding}"
     )
     console.print(Padding(notes, (0, 0, 1, 2)), style="dim")
 

@@ -1,7 +1,7 @@
 """Functional training: parameters and gradients are trees, a step is a function of them, and no module is changed.
 
-    python examples/torch_func.py
-    torchrun --nproc-per-node 4 examples/torch_func.py
+Run it with `python examples/torch_func.py`, or on ranks of your own:
+`torchrun --nproc-per-node 4 examples/torch_func.py`.
 """
 
 import optree

@@ -6,7 +6,6 @@ Nothing here sends anything. A coroutine awaits a request; `schedule.drive` hand
 
 from __future__ import annotations
 
-import copy
 import sys
 from collections.abc import Coroutine, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -130,10 +129,8 @@ class Comm:
 
     def replace(self, **changes: Any) -> Comm:
         """A copy with other values, for the pipeline inside: ``comm.replace(codec=..., owned=True)``."""
-        other = copy.copy(self)
-        other._outstanding = []
-        for name, value in changes.items():
-            setattr(other, name, value)
+        other = object.__new__(Comm)
+        other.__dict__.update(self.__dict__, _outstanding=[], **changes)
         return other
 
     def on_axis(self, axis: str | None, stage: str) -> Comm:

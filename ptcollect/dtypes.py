@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors  # one call for many leaves
 
 from ptcollect.errors import PipelineError
 
@@ -67,11 +68,21 @@ def flat_copy(leaf: Tensor, dtype: torch.dtype) -> Tensor:
     return flat
 
 
-def flat_rows(leaves: list[Tensor]) -> list[Tensor]:
-    """Each of `leaves`, all complex or none, as a row of real numbers in row-major order; views where possible."""
-    if not any(leaf.is_complex() for leaf in leaves):
-        return [leaf.reshape(-1) for leaf in leaves]
-    return [torch.view_as_real(leaf.resolve_conj()).reshape(-1) for leaf in leaves]
+def joined_flat(leaves: list[Tensor]) -> Tensor:
+    """The values of `leaves`, all of one dtype, as one flat tensor of real numbers in storage of its own."""
+    if leaves[0].is_complex():
+        return torch.cat([torch.view_as_real(leaf.resolve_conj()).reshape(-1) for leaf in leaves])
+    flat: Tensor = _flatten_dense_tensors(leaves)  # type: ignore[no-untyped-call]
+    return flat.clone() if len(leaves) == 1 else flat  # a single tensor comes back as a view
+
+
+def split_flat(flat: Tensor, like: list[Tensor]) -> list[Tensor]:
+    """`flat`, made by `joined_flat`, as tensors of the shapes, dtypes and strides of `like`; views where they can be."""
+    if like[0].is_complex():
+        rows = torch.split(flat, [flat_numel(leaf) for leaf in like])
+        return [from_flat(row, leaf) for row, leaf in zip(rows, like, strict=True)]
+    shaped = _unflatten_dense_tensors(flat, like)  # type: ignore[no-untyped-call]
+    return [v if leaf.is_contiguous() else with_strides(v, leaf) for v, leaf in zip(shaped, like, strict=True)]
 
 
 def flat_numel(leaf: Tensor) -> int:
@@ -86,12 +97,16 @@ def from_flat(flat: Tensor, like: Tensor) -> Tensor:
     if flat.dtype != real_dtype(like.dtype):
         flat = flat.to(real_dtype(like.dtype))
     shaped = torch.view_as_complex(flat.view(*like.shape, 2)) if like.is_complex() else flat.view(like.shape)
-    return shaped if shaped.stride() == like.stride() else _with_strides(shaped, like)
+    return restrided(shaped, like)
 
 
-def overwrite(flat: Tensor, leaf: Tensor) -> Tensor:
-    """Write `flat` (row-major real numbers) over `leaf` and return it; a leaf that repeats memory is replaced instead."""
-    result = from_flat(flat, leaf)
+def restrided(value: Tensor, like: Tensor) -> Tensor:
+    """`value` with the strides of `like`, copied only if it has others."""
+    return value if value.stride() == like.stride() else with_strides(value, like)
+
+
+def overwrite(leaf: Tensor, result: Tensor) -> Tensor:
+    """Write `result`, of the same shape, over `leaf` and return it; a leaf that repeats memory is replaced instead."""
     if result.data_ptr() == leaf.data_ptr():
         return leaf
     return leaf.copy_(result) if _elements_are_apart(leaf) else result
@@ -99,21 +114,21 @@ def overwrite(flat: Tensor, leaf: Tensor) -> Tensor:
 
 def fresh_copy(leaf: Tensor) -> Tensor:
     """A copy of `leaf` in storage of its own, with its strides."""
-    out = _with_strides(leaf, leaf)
+    out = with_strides(leaf, leaf)
     return leaf.clone() if out is leaf else out
 
 
-def _with_strides(value: Tensor, like: Tensor) -> Tensor:
-    """Copy `value` into a fresh tensor with `like`'s strides, as far as separate elements can have them."""
+def with_strides(value: Tensor, like: Tensor) -> Tensor:
+    """Copy `value` into a fresh tensor with `like`'s strides; `value` itself where separate elements cannot have them."""
     if value.numel() <= 1 or not _may_repeat(like):
         out = torch.empty_strided(like.shape, like.stride(), dtype=value.dtype, device=value.device)
         return out.copy_(value) if _elements_are_apart(like) else value
     # An expanded leaf: keep it expanded if the mean still repeats (it does unless another rank's leaf did not).
     once = value[tuple(slice(0, 1) if stride == 0 else slice(None) for stride in like.stride())]
     if torch.equal(once.expand_as(value), value):
-        return _with_strides(
-            once, like[tuple(slice(0, 1) if s == 0 else slice(None) for s in like.stride())]
-        ).expand_as(value)
+        return with_strides(once, like[tuple(slice(0, 1) if s == 0 else slice(None) for s in like.stride())]).expand_as(
+            value
+        )
     return value
 
 

@@ -206,7 +206,7 @@ class _Posted:
         self.request = request
         self.round = task.round
         self.tag = task.tag
-        self.pending: list[tuple[str, Any]] = []  # what it is, in words, and its Work
+        self.pending: list[tuple[str, int, int, Any]] = []  # what it is, its bytes, the peer (-1: all), its Work
         self.buffers: dict[int, Tensor] = {}
         self.sent: list[Tensor] = []
         self.failure: Exception | None = None
@@ -226,39 +226,41 @@ class _Posted:
             raise self.failure from None
 
     def _exchange(self, request: Exchange, group: PrivateGroup, gloo: Any) -> None:
-        on_device = group.device_group is not None and not request.control
-        place = request.device if on_device else torch.device("cpu")
+        if group.device_group is not None and not request.control:
+            self._exchange_on_device(request, group.device_group)
+            return
+        for peer, (_, size) in request.receive.items():
+            own = request.places.get(peer)
+            buffer = own if own is not None and own.is_cpu else torch.empty(size, dtype=torch.uint8)
+            self.buffers[peer] = buffer
+            if size:
+                self.pending.append(("receiving", size, peer, gloo.recv([buffer], peer, self.tag)))
+        for peer, packet in request.send.items():
+            data = packet.data.contiguous().cpu()
+            self.sent.append(data)
+            if data.numel():
+                self.pending.append(("sending", data.numel(), peer, gloo.send([data], peer, self.tag)))
+
+    def _exchange_on_device(self, request: Exchange, group: dist.ProcessGroup) -> None:
         operations: list[dist.P2POp] = []
         for peer, (_, size) in request.receive.items():
             own = request.places.get(peer)
-            self.buffers[peer] = own if own is not None else torch.empty(size, dtype=torch.uint8, device=place)
-            if size and on_device:
-                operations.append(dist.P2POp(dist.irecv, self.buffers[peer], group=group.device_group, group_peer=peer))
-            elif size:
-                self.pending.append(
-                    (
-                        f"receiving {size} bytes from {self._named(peer)}",
-                        gloo.recv([self.buffers[peer]], peer, self.tag),
-                    )
-                )
+            self.buffers[peer] = own if own is not None else torch.empty(size, dtype=torch.uint8, device=request.device)
+            if size:
+                operations.append(dist.P2POp(dist.irecv, self.buffers[peer], group=group, group_peer=peer))
         for peer, packet in request.send.items():
-            data = packet.data.to(place).contiguous()
-            self.sent.append(data)
-            if data.numel() and on_device:
-                operations.append(dist.P2POp(dist.isend, data, group=group.device_group, group_peer=peer))
-            elif data.numel():
-                self.pending.append(
-                    (f"sending {data.numel()} bytes to {self._named(peer)}", gloo.send([data], peer, self.tag))
-                )
+            self.sent.append(packet.data.contiguous())
+            if packet.data.numel():
+                operations.append(dist.P2POp(dist.isend, self.sent[-1], group=group, group_peer=peer))
         if operations:
-            self.pending.extend(("exchanging tensors", work) for work in dist.batch_isend_irecv(operations))
+            self.pending.extend(("exchanging", 0, -1, work) for work in dist.batch_isend_irecv(operations))
 
     def _all_reduce(self, request: AllReduce, group: PrivateGroup, gloo: Any) -> None:
         options = dist.AllreduceOptions()
         options.reduceOp = dist.ReduceOp.SUM  # type: ignore[assignment]
         backend = gloo if group.device_group is None else group.device_group
         work = backend.allreduce([request.tensor], options)
-        self.pending.append((f"all-reducing {request.tensor.numel()} x {request.tensor.dtype}", work))
+        self.pending.append(("all-reducing", request.tensor.numel() * request.tensor.element_size(), -1, work))
 
     def wait(self) -> None:
         """Block until everything is done; `result` then answers or raises."""
@@ -271,11 +273,11 @@ class _Posted:
         # Returns words, not the exception: its traceback would hold the Work, and that the group.
         timeout = self.lane.private[self.members.axis].timeout
         while self.pending:
-            doing, work = self.pending[0]
+            doing, size, peer, work = self.pending[0]
             try:
                 work.wait(timeout)
             except RuntimeError as error:
-                return f"{doing} failed: {_first_line(error)}"
+                return f"{doing} {size} bytes{self._toward(doing, peer)} failed: {_first_line(error)}"
             del self.pending[0]
         return None
 
@@ -284,12 +286,16 @@ class _Posted:
         if self.failure is not None:
             raise self.failure
         if isinstance(self.request, Exchange):
-            device = self.request.device
-            return {
-                peer: Packet(self.buffers[peer].to(device), numel) for peer, (numel, _) in self.request.receive.items()
-            }
+            return {peer: Packet(self._received(peer), numel) for peer, (numel, _) in self.request.receive.items()}
         assert isinstance(self.request, AllReduce)  # noqa: S101  (the driver posts nothing else)
         return self.request.tensor
+
+    def _received(self, peer: int) -> Tensor:
+        assert isinstance(self.request, Exchange)  # noqa: S101
+        buffer, place = self.buffers[peer], self.request.places.get(peer)
+        if place is not None:
+            return place if buffer is place else place.copy_(buffer)
+        return buffer if self.request.device.type == "cpu" else buffer.to(self.request.device)
 
     def forget(self) -> None:
         """Let go of everything that keeps the group alive."""
@@ -298,6 +304,11 @@ class _Posted:
     def _what(self) -> str:
         leaf = f" of leaf {self.request.leaf!r}" if self.request.leaf else ""
         return f"{self.request.stage or 'exchange'}, round {self.round}{leaf}, on {self._named(self.members.rank)}"
+
+    def _toward(self, doing: str, peer: int) -> str:
+        if peer < 0:
+            return ""
+        return f" from {self._named(peer)}" if doing == "receiving" else f" to {self._named(peer)}"
 
     def _named(self, rank: int) -> str:
         return self.members.named(rank)

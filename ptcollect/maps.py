@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ptcollect.comm import Comm
-from ptcollect.dtypes import real_dtype
+from ptcollect.dtypes import fresh_copy, restrided
 from ptcollect.errors import PipelineError
 from ptcollect.pipeline import Pipeline
 from ptcollect.state import State
@@ -153,7 +153,7 @@ class _ClipByValue(_Leafwise):
     limit: float
 
     def map(self, tree: Leaves) -> Leaves:
-        return {path: self._clamped(leaf) for path, leaf in tree.items()}
+        return {path: restrided(self._clamped(leaf), leaf) for path, leaf in tree.items()}
 
     def _clamped(self, leaf: Tensor) -> Tensor:
         if leaf.is_complex():
@@ -172,11 +172,11 @@ class _ClipByGlobalNorm(_Map):
     def map(self, tree: Leaves) -> Leaves:
         norms = [_norm(leaf) for leaf in tree.values() if _has_norm(leaf)]
         if not norms:
-            return tree
+            return {path: fresh_copy(leaf) for path, leaf in tree.items()}
         norm = torch.stack([norm.to(norms[0].device) for norm in norms]).norm()
         factor = (self.max_norm / norm).clamp(max=1.0)  # NaN stays NaN
         return {
-            path: scaled(leaf, factor.to(leaf.device), path) if _has_norm(leaf) else leaf.clone()
+            path: scaled(leaf, factor.to(leaf.device), path) if _has_norm(leaf) else fresh_copy(leaf)
             for path, leaf in tree.items()
         }
 
@@ -210,19 +210,18 @@ class _Stateless(Pipeline):
 
 
 def scaled(leaf: Tensor, factor: float | Tensor, path: str) -> Tensor:
-    """`leaf` times `factor` in its own dtype, multiplied in float32 at least."""
+    """`leaf` times `factor`, multiplied in float32 at least, in `leaf`'s dtype and strides."""
     if leaf.is_floating_point() or leaf.is_complex():
-        wide = torch.float64 if real_dtype(leaf.dtype) == torch.float64 else torch.float32
-        if leaf.is_complex():
-            return (leaf.to(torch.complex128 if wide == torch.float64 else torch.complex64) * factor).to(leaf.dtype)
+        wide = torch.promote_types(leaf.dtype, torch.float32) if leaf.dtype.itemsize > 1 else torch.float32
         if isinstance(factor, Tensor):
-            factor = factor.to(wide)
-        return (leaf.to(wide) * factor).to(leaf.dtype)
+            factor = factor.to(wide.to_real())
+        return restrided((leaf.to(wide) * factor).to(leaf.dtype), leaf)
     if isinstance(factor, float) and not factor.is_integer():
         raise PipelineError(
-            f"scale({factor}): leaf {path!r} is {leaf.dtype}, which cannot hold a fraction; scale before rounding, or partition"
+            f"leaf {path!r} is {leaf.dtype} and cannot be multiplied by {factor:g}: it holds no fractions; "
+            "convert it to a float dtype first"
         )
-    return leaf.mul(int(factor))
+    return restrided(leaf.mul(int(factor)), leaf)
 
 
 def _has_norm(leaf: Tensor) -> bool:

@@ -83,8 +83,9 @@ def subnormal(dtype: torch.dtype) -> float:
 def mean(codec: torch.dtype | None = None, encodings: Callable[[int], int] = lambda n: 0) -> Step:
     """Every rank gets the mean.
 
-    Lossless: within n * eps of the leaf's dtype relative to the largest input, plus n subnormals. With a codec each of
-    the `encodings(n)` roundings that an element goes through adds half an eps of the codec's dtype, and half a subnormal.
+    Lossless: within n * eps of the leaf's dtype relative to the largest input, plus n subnormals. With a codec each
+    of the `encodings(n)` roundings that an element goes through adds half an eps of the codec's dtype and half a
+    subnormal.
     """
     return lambda ranks: _everywhere(ranks, lambda column: _mean(column, codec, encodings(len(ranks))))
 
@@ -234,8 +235,8 @@ def complaint(got: Tensor, leaf: Leaf) -> str | None:
         return None
     where = tuple(wrong.nonzero()[0].tolist())
     return (
-        f"{int(wrong.sum())} of {wrong.numel()} elements; the first at {where}: expected {leaf.value[where].item()!r}, got "
-        f"{value[where].item()!r}, off by {off[where].item():.3g}, allowed {leaf.bound[where].item():.3g}"
+        f"{int(wrong.sum())} of {wrong.numel()} elements; the first at {where}: expected {leaf.value[where].item()!r}, "
+        f"got {value[where].item()!r}, off by {off[where].item():.3g}, allowed {leaf.bound[where].item():.3g}"
     )
 
 

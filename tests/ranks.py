@@ -1,7 +1,7 @@
 """Starts real ranks: n processes that run the same checks over gloo, and says what became of each check on each rank.
 
-As a script it is one rank: ``ranks.py RANK SIZE PORT OUT NAME...`` runs the named checks of `gloo_checks.py` in order and
-writes one line of JSON per check to OUT.
+As a script it is one rank: ``ranks.py RANK SIZE PORT OUT NAME...`` runs the named checks of `gloo_checks.py` in order
+and writes one line of JSON per check to OUT.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ class Launch:
         """What went wrong with a check, on all ranks; "" if nothing did."""
         parts = []
         for rank, outcomes in enumerate(self.outcomes):
-            ended = f"rank {rank} never ended the check (exit code {self.exit_codes[rank]}); it printed\n{self.output[rank]}"
-            trouble = outcomes.get(name, ended)
+            never = f"it never ended the check; exit code {self.exit_codes[rank]}, output\n{self.output[rank]}"
+            trouble = outcomes.get(name, never)
             if trouble:
                 parts.append(f"--- rank {rank}\n{trouble}")
         return "\n".join(parts)

@@ -47,7 +47,7 @@ BF16, FP16 = torch.bfloat16, torch.float16
 
 
 def hops(n: int) -> int:
-    """How often an element is rounded in a ring: at each hop, and the result; natively at each of n-1 sums and before."""
+    """How often an element is rounded: in a ring at each hop, and as the result; natively before and at each sum."""
     return n
 
 

@@ -1,4 +1,4 @@
-"""Real processes over gloo: one launch per world size runs every check of `gloo_checks.py`, and each check is a test."""
+"""Real processes over gloo: a launch per world size runs every check of `gloo_checks.py`, and each check is a test."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""The laws of docs/design.md, section 5, each over the whole table of pipelines x trees x world sizes, in the simulator.
+"""The laws of docs/design.md, section 5, in the simulator, each over the whole table of pipelines x trees x world sizes.
 
-Every combination runs once; what a law needs to know of a run is kept in a `Run`. `test_gloo.py` compares real processes
-with the same table.
+Every combination runs once; what a law needs to know of a run is kept in a `Run`. `test_gloo.py` compares real
+processes with the same table.
 """
 
 from __future__ import annotations
@@ -509,9 +509,11 @@ def test_law_10_twice_the_same_bits(row: Row):
         again = pc.simulate(row.pipeline, one.inputs)
         if not all(oracle.same_bits(a, b) for a, b in zip(one.result.trees, again.trees, strict=True)):
             complaints.append(f"{one}: other bits")
-        for count in ("bytes", "messages", "rounds", "agreement_bytes"):
-            if getattr(one.result, count) != getattr(again, count):
-                complaints.append(f"{one}: other {count}")
+        complaints.extend(
+            f"{one}: other {count}"
+            for count in ("bytes", "messages", "rounds", "agreement_bytes")
+            if getattr(one.result, count) != getattr(again, count)
+        )
     none_of(complaints)
 
 

@@ -190,7 +190,8 @@ class Reducer(Pipeline):
         numel = x.numel()
         value = await self.factory.function(x, comm, **options)
         self._check(value, numel, comm)
-        return overwrite(value, leaf) if comm.owned else from_flat(value, leaf)
+        result = from_flat(value, leaf)
+        return overwrite(leaf, result) if comm.owned else result
 
     def _check(self, value: Any, numel: int, comm: Comm) -> None:
         where = f"{self.factory.__name__} ({_line(self.factory.function)})"

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ptcollect.comm import Comm
-from ptcollect.dtypes import flat_rows, flat_view, fresh_copy, from_flat, overwrite
+from ptcollect.dtypes import flat_view, fresh_copy, joined_flat, overwrite, split_flat
 from ptcollect.errors import PipelineError
 from ptcollect.pipeline import Pipeline, Transform, Wrapped
 from ptcollect.reducers.reducer import Reducer
@@ -163,14 +163,16 @@ class Undo:
 
 def _packed(bucket: Bucket, leaves: Leaves) -> Tensor:
     """The leaves of `bucket` as one flat tensor of their own (real) dtype."""
-    return torch.cat(flat_rows([leaves[path] for path in bucket.paths]))
+    return joined_flat([leaves[path] for path in bucket.paths])
 
 
 def _unpacked(flat: Tensor, bucket: Bucket, like: Leaves, *, into_leaves: bool) -> Leaves:
     """The leaves of `bucket` with the values in `flat`: views of it, or written over `like` itself."""
-    put = overwrite if into_leaves else from_flat
-    parts = torch.split(flat, bucket.sizes)
-    return {path: put(part, like[path]) for path, part in zip(bucket.paths, parts, strict=True)}
+    leaves = [like[path] for path in bucket.paths]
+    results = split_flat(flat, leaves)
+    if into_leaves:
+        results = [overwrite(leaf, result) for leaf, result in zip(leaves, results, strict=True)]
+    return dict(zip(bucket.paths, results, strict=True))
 
 
 def _bytes(cap: int | str) -> int:
