@@ -1,6 +1,6 @@
 """A reducer of one's own: recursive doubling, first on five ranks in this process and then on real ones.
 
-Run it with `python examples/batch_isend_irecv.py`, or on ranks of your own:
+Run it with `python examples/batch_isend_irecv.py`, or on more ranks:
 `torchrun --nproc-per-node 4 examples/batch_isend_irecv.py`.
 """
 

@@ -1,6 +1,6 @@
 """A training loop of one's own: one line between the gradients and the optimizer.
 
-Run it with `python examples/custom_loop.py`, or on ranks of your own:
+Run it with `python examples/custom_loop.py`, or on more ranks:
 `torchrun --nproc-per-node 4 examples/custom_loop.py`.
 """
 

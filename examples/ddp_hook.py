@@ -1,6 +1,6 @@
 """The same pipeline as a communication hook of DistributedDataParallel, next to plain DDP.
 
-Run it with `python examples/ddp_hook.py`, or on ranks of your own:
+Run it with `python examples/ddp_hook.py`, or on more ranks:
 `torchrun --nproc-per-node 4 examples/ddp_hook.py`.
 """
 

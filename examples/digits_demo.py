@@ -215,12 +215,8 @@ def main() -> None:
     """Read the command line and start the ranks."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=4, help="how many to start, 4 by default; torchrun's number wins")
-    parser.add_argument(
-        "--steps", type=int, default=150, help="steps of each training, 150 by default; 15 are an epoch"
-    )
-    parser.add_argument(
-        "--output", type=Path, default=Path("digits_demo.png"), help="where to draw, default %(default)s"
-    )
+    parser.add_argument("--steps", type=int, default=150, help="of each training, 150 by default; 15 are an epoch")
+    parser.add_argument("--output", type=Path, default=Path("digits_demo.png"), help="the picture, default %(default)s")
     args = parser.parse_args()
     if not 1 <= args.ranks <= BATCH:
         parser.error(f"--ranks: from 1 to {BATCH}, the number of images in a batch")

@@ -56,14 +56,14 @@ class Outcome:
 def progress(total: int, *, shown: bool) -> Iterator[Callable[[str], None]]:
     """A progress bar over `total` steps; gives a function to call after each, with what is running."""
     if not shown:
-        yield lambda title: None
+        yield lambda way: None
         return
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-    title, count = TextColumn("{task.description}"), MofNCompleteColumn()
-    with Progress(title, BarColumn(), count, TextColumn("steps"), TimeElapsedColumn()) as bar:
+    title, steps = TextColumn("{task.description}"), TextColumn("steps")
+    with Progress(title, BarColumn(), MofNCompleteColumn(), steps, TimeElapsedColumn()) as bar:
         task = bar.add_task("", total=total)
-        yield lambda title: bar.update(task, description=f"{title:22s}", advance=1)
+        yield lambda way: bar.update(task, description=f"{way:22s}", advance=1)
 
 
 def print_table(outcomes: list[Outcome], setting: Setting) -> None:
@@ -98,13 +98,11 @@ def print_table(outcomes: list[Outcome], setting: Setting) -> None:
     notes.add_row("loss", f"cross-entropy over all {setting.train_images:,} training images after the last step")
     agreement = max(outcome.agreement_bytes_per_step for outcome in outcomes) / 1000
     notes.add_row(
-        "sent", f"counted by pc.traffic(), on the rank that sends most; agreement adds {agreement:.1f} kB a step"
+        "sent", f"as pc.traffic() counts on the rank that sends most; agreement adds {agreement:.1f} kB a step"
     )
     notes.add_row("*", "not counted but calculated: a ring sends 2(n-1)/n of the float32 gradients")
     largest, rounding = f"{setting.largest_parameter:.2f}", f"{setting.rounding:.0e}"
-    notes.add_row(
-        "difference", f"after the last step; float32 rounds the largest parameter, {largest}, by up to {rounding}"
-    )
+    notes.add_row("difference", f"after the last step; float32 rounds the largest parameter, {largest}, by {rounding}")
     console.print(Padding(notes, (0, 0, 1, 2)), style="dim")
 
 

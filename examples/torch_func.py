@@ -1,6 +1,6 @@
 """Functional training: parameters and gradients are trees, a step is a function of them, and no module is changed.
 
-Run it with `python examples/torch_func.py`, or on ranks of your own:
+Run it with `python examples/torch_func.py`, or on more ranks:
 `torchrun --nproc-per-node 4 examples/torch_func.py`.
 """
 

@@ -23,7 +23,7 @@ from ptcollect.options import Options
 from ptcollect.pipeline import Pipeline
 from ptcollect.reducers.reducer import Reducer
 from ptcollect.state import State
-from ptcollect.tree import Leaves, flatten
+from ptcollect.tree import Leaves, flatten, refuse_empty
 from ptcollect.value import canonical, fingerprint
 
 
@@ -52,6 +52,7 @@ async def call(pipeline: Pipeline, tree: Any, state: State | None, place: Place,
     try:
         state = pipeline.checked_state(state)
         leaves, structure = flatten(tree)
+        refuse_empty(structure)
         _check_weight(pipeline, options)
     except Exception as error:
         if checks:  # the others must hear of it in the slot where they expect this rank's record
@@ -115,7 +116,14 @@ class _Brought:
         )
 
 
-_canonical = functools.lru_cache(maxsize=256)(canonical)
+_remembered = functools.lru_cache(maxsize=256)(canonical)
+
+
+def _canonical(pipeline: Pipeline) -> str:
+    try:
+        return _remembered(pipeline)
+    except TypeError:  # somebody's stage has an option that cannot be hashed
+        return canonical(pipeline)
 
 
 def _kind(leaf: Tensor | None) -> tuple[torch.Size, torch.dtype] | None:
@@ -159,9 +167,10 @@ def _check_weight(pipeline: Pipeline, options: Options) -> None:
     if options.weight is None:
         return
     for stage in pipeline.walk():
-        if isinstance(stage, Reducer) and dict(stage.options).get("op") == "sum":
+        if isinstance(stage, Reducer) and not stage.averages:
             raise ValueError(
-                f'weight={options.weight}: {stage!r} forms a sum, and weights belong to a mean; use op="mean"'
+                f"weight={options.weight}: {stage!r} does not give every rank a mean, and weights belong to means; "
+                'use a reducer with op="mean", or leave the weight out'
             )
 
 

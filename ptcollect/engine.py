@@ -26,7 +26,7 @@ from ptcollect.errors import PeerLostError, PipelineError
 from ptcollect.options import Options
 from ptcollect.pending import Pending
 from ptcollect.pipeline import Pipeline
-from ptcollect.process_groups import Members, PrivateGroup, members_of
+from ptcollect.process_groups import Members, PrivateGroup, exists, members_of
 from ptcollect.schedule import Task, drive
 from ptcollect.state import State
 from ptcollect.traffic import count
@@ -45,7 +45,7 @@ def start(pipeline: Pipeline, tree: Any, state: State | None, options: Mapping[s
     return Pending(_lane(pipeline, read).submit(lambda lane: lane.perform(pipeline, tree, state, read)))
 
 
-_lanes: weakref.WeakKeyDictionary[Any, Lane] = weakref.WeakKeyDictionary()
+_lanes: dict[Any, Lane] = {}
 _lanes_lock = threading.Lock()
 
 
@@ -56,8 +56,16 @@ def _lane(pipeline: Pipeline, options: Options) -> Lane:
     key = options.group if isinstance(options.group, DeviceMesh) and len(dims) > 1 else dims[0].group
     with _lanes_lock:
         if key not in _lanes:
+            _forget_destroyed_groups()
             _lanes[key] = Lane(dims)
         return _lanes[key]
+
+
+def _forget_destroyed_groups() -> None:
+    for key, lane in list(_lanes.items()):
+        if not all(exists(members.group) for members in lane.dims.values()):
+            lane.close()
+            del _lanes[key]
 
 
 class Lane:
@@ -73,6 +81,7 @@ class Lane:
         self.works: set[_Posted] = set()
         self._lock = threading.Lock()  # held by whoever performs a call
         self._jobs: queue.SimpleQueue[tuple[Callable[[Lane], Any], Future[Any]]] = queue.SimpleQueue()
+        self._performer: int | None = None  # the thread that performs a call
         self._queued = 0
         self._worker: threading.Thread | None = None
         self._count_lock = threading.Lock()
@@ -83,10 +92,22 @@ class Lane:
         """Perform `job` after everything submitted before it."""
         with self._count_lock:
             busy = self._queued > 0
+        if self._performer == threading.get_ident():
+            raise PipelineError(
+                "a pipeline was called inside a stage of another on the same group, where it would wait for itself; "
+                "compose the two with chain(...), or await inner.apply(...) in a Transform"
+            )
         if busy:
             return self.submit(job).result()
+        return self._do(job)
+
+    def _do(self, job: Callable[[Lane], Any]) -> Any:
         with self._lock:
-            return job(self)
+            self._performer = threading.get_ident()
+            try:
+                return job(self)
+            finally:
+                self._performer = None
 
     def submit(self, job: Callable[[Lane], Any]) -> Future[Any]:
         """Queue `job` for the communication thread."""
@@ -104,8 +125,7 @@ class Lane:
     def finish(self, job: Callable[[Lane], Any], future: Future[Any]) -> None:
         """Perform a queued job (on the communication thread)."""
         try:
-            with self._lock:
-                outcome, failure = job(self), None
+            outcome, failure = self._do(job), None
         except BaseException as error:
             outcome, failure = None, error
         with self._count_lock:

@@ -15,7 +15,7 @@ from typing_extensions import Unpack
 from ptcollect.comm import Comm
 from ptcollect.errors import PipelineError
 from ptcollect.state import State, joined, numbered, part
-from ptcollect.tree import Leaves, flatten
+from ptcollect.tree import Leaves, flatten, refuse_empty
 from ptcollect.value import Value, refuse_tree
 
 if TYPE_CHECKING:
@@ -118,7 +118,8 @@ class Pipeline(Value):
         """
         if isinstance(params, torch.nn.Module):
             params = dict(params.named_parameters())
-        leaves, _ = flatten(params)
+        leaves, structure = flatten(params)
+        refuse_empty(structure)
         return {"step": 0, **self.begin(leaves)} if self.stateful else {}
 
     def __call__(self, tree: Any, **options: Unpack[RunOptions]) -> Any:

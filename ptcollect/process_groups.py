@@ -89,6 +89,11 @@ def _members(axis: str | None, group: dist.ProcessGroup) -> Members:
     return Members(axis, group, dist.get_group_rank(group, dist.get_rank()), ranks)
 
 
+def exists(group: dist.ProcessGroup) -> bool:
+    """Whether `group` has not been destroyed."""
+    return group in dist.distributed_c10d._world.pg_map
+
+
 class PrivateGroup:
     """A group of the engine's own among the members of one dimension of the user's group."""
 

@@ -63,6 +63,19 @@ def flatten(tree: Any) -> tuple[Leaves, Structure]:
     return leaves, structure
 
 
+def refuse_empty(structure: Structure) -> None:
+    """Raise for a tree without leaves.
+
+    Raises:
+        ValueError: there is nothing in the tree, which is hardly what was meant.
+    """
+    if not structure.paths:
+        raise ValueError(
+            "the tree is empty: it has no leaves at all, so there is nothing to synchronise; pass the gradients, for example "
+            "{name: p.grad for name, p in module.named_parameters()} (leaves may be None)"
+        )
+
+
 def natural_order(path: str) -> list[Any]:
     """Sort key that counts digits as numbers: ``layers.2`` before ``layers.10``."""
     return [int(part) if part.isdigit() else part for part in re.split(r"([0-9]+)", path)]

@@ -5,12 +5,12 @@ Equal within float32 rounding. The claim, with P the largest of all parameters a
     no parameter differs by more than BOUND * P, where BOUND = STEPS * eps / 4 = 1.5e-6.
 
 Both trainings compute p <- p - lr * g. In a step each of them rounds the new p, by half a unit of P at most, where a
-unit is eps * P; that sets them apart by one unit or less. Their gradients are the same sum of 96 terms in two orders and
-differ by 4 * eps of the largest gradient G (measured); with lr = 0.3, G = 0.1 and P = 0.5 that moves p by another quarter
-of a unit. Descent with these steps is stable, and tanh has no kinks where a rounding could switch a neuron on, so what
-came apart stays about as far apart. Roundings of both signs mostly cancel: after 50 steps 1 to 3 units were measured, for
-4 ranks as well as between float32 and float64 in one process. Four times that, for other processors and orders, is a
-quarter of a unit for each step. A gradient that is wrong by one part in 10 000 ends 320 units away.
+unit is eps * P; that sets them apart by one unit or less. Their gradients are the same sum of 96 terms in two orders
+and differ by 4 * eps of the largest gradient G (measured); with lr = 0.3, G = 0.1 and P = 0.5 that moves p by another
+quarter of a unit. Descent with these steps is stable, and tanh has no kinks where a rounding could switch a neuron on,
+so what came apart stays about as far apart. Roundings of both signs mostly cancel: after 50 steps 1 to 3 units were
+measured, for 4 ranks as well as between float32 and float64 in one process. Four times that, for other processors and
+orders, is a quarter of a unit for each step. A gradient that is wrong by one part in 10 000 ends 320 units away.
 """
 
 from __future__ import annotations

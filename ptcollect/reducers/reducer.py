@@ -30,12 +30,13 @@ class OptionCheck(Protocol):
 def reducer(function: ReducerFunction) -> ReducerFactory: ...
 @overload
 def reducer(
-    *, consensus: bool = True, native: bool = False, check: OptionCheck | None = None
+    *, consensus: bool = True, averages: bool = True, native: bool = False, check: OptionCheck | None = None
 ) -> Callable[[ReducerFunction], ReducerFactory]: ...
 def reducer(
     function: ReducerFunction | None = None,
     *,
     consensus: bool = True,
+    averages: bool = True,
     native: bool = False,
     check: OptionCheck | None = None,
 ) -> ReducerFactory | Callable[[ReducerFunction], ReducerFactory]:
@@ -49,6 +50,7 @@ def reducer(
     Args:
         function: the coroutine function.
         consensus: whether all ranks end with the same bits.
+        averages: whether every rank gets a mean (unless ``op="sum"``), so that a call may be weighted.
         native: whether it uses ``comm.all_reduce``, which only carries codecs whose packets are numbers, and books no residual.
         check: raises for bad options; called with ``(options, size)``, `size` None when the pipeline is built.
 
@@ -74,7 +76,7 @@ def reducer(
     """
 
     def made(function: ReducerFunction) -> ReducerFactory:
-        return ReducerFactory(function, consensus=consensus, native=native, check=check)
+        return ReducerFactory(function, consensus=consensus, averages=averages, native=native, check=check)
 
     return made if function is None else made(function)
 
@@ -84,7 +86,9 @@ class ReducerFactory:
 
     is_factory = True
 
-    def __init__(self, function: ReducerFunction, *, consensus: bool, native: bool, check: OptionCheck | None) -> None:
+    def __init__(
+        self, function: ReducerFunction, *, consensus: bool, averages: bool, native: bool, check: OptionCheck | None
+    ) -> None:
         if not inspect.iscoroutinefunction(function):
             raise PipelineError(
                 f"@reducer needs an async def; {getattr(function, '__qualname__', function)} is not one"
@@ -98,6 +102,7 @@ class ReducerFactory:
             )
         self.function = function
         self.consensus = consensus
+        self.averages = averages
         self.native = native
         self.check = check
         self.defaults = {option.name: option.default for option in options} | {"axis": None}
@@ -160,6 +165,11 @@ class Reducer(Pipeline):
     @property
     def fresh(self) -> bool:
         return True
+
+    @property
+    def averages(self) -> bool:
+        """Whether every rank gets a mean."""
+        return self.factory.averages and dict(self.options).get("op") != "sum"
 
     @property
     def axis(self) -> str | None:

@@ -1,0 +1,158 @@
+"""Every example as a user runs it: a command, its exit code and what it prints. Warnings are errors in there too."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import matplotlib as mpl
+import numpy as np
+import pytest
+import torch.distributed as dist
+from torch.multiprocessing import ProcessRaisedException
+
+ROOT = Path(__file__).parents[1]
+EXAMPLES = ROOT / "examples"
+sys.path.append(str(EXAMPLES))
+from digits_report import STYLES
+from launch import launch
+
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+
+
+def run(*arguments: str | Path, seconds: float = 100, **environment: str) -> str:
+    """What ``python *arguments`` prints; fails if it does not succeed within so many seconds."""
+    env = {
+        name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "GLOO_SOCKET_IFNAME")
+    }
+    env |= {"PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "error", "COLUMNS": "100", **environment}
+    command = [sys.executable, *map(str, arguments)]
+    process = subprocess.Popen(
+        command, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
+    )
+    try:
+        output, _ = process.communicate(timeout=seconds)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)  # the ranks too
+        output, _ = process.communicate()
+        pytest.fail(f"{command} did not end within {seconds} s and printed\n{output}")
+    assert process.returncode == 0, output
+    return output
+
+
+# The small ones -----------------------------------------------------------------------------------------------------
+
+
+def test_custom_loop():
+    output = run(EXAMPLES / "custom_loop.py")
+    losses = [float(loss) for loss in re.findall(r"step +\d+   loss on rank 0: (\S+)", output)]
+    assert len(losses) == 5
+    assert losses == sorted(losses, reverse=True)
+    assert output.splitlines()[-1] == (
+        'chain(bucketize("25MiB"), ring_reduce(), clip_by_global_norm(5.0)) on 2 ranks found [1.0, -2.0, 3.0] and 0.5'
+    )
+
+
+def test_ddp_hook():
+    output = run(EXAMPLES / "ddp_hook.py")
+    losses = re.findall(r"loss on rank 0 after 50 steps (\d\.\d+)", output)
+    assert len(losses) == 2
+    assert losses[0] == losses[1]
+    assert float(re.findall(r"any two parameters: (\S+)", output)[0]) <= 1e-5
+
+
+def test_torch_func():
+    output = run(EXAMPLES / "torch_func.py")
+    assert 'chain(bucketize("25MiB"), all_to_all_avg()) on 2 ranks: loss on rank 0 0.0' in output
+    assert float(re.findall(r"one process on the whole data: (\S+)", output)[0]) <= 1e-5
+
+
+def test_batch_isend_irecv():
+    output = run(EXAMPLES / "batch_isend_irecv.py")
+    assert "5 simulated ranks end with the same bits" in output
+    assert "rounds  recursive doubling [4, 2, 2, 2, 2], ring [8, 8, 8, 8, 8]" in output
+    assert 'chain(bucketize("25MiB"), compress("bf16"), recursive_doubling_avg()) on 3 processes:' in output
+    assert (
+        "the bits and the bytes of the simulation; rank 0 sent 440 bytes" in output
+    )  # 110 bf16, to its pair and beyond
+
+
+# The demo -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("start", ["itself", "torchrun", "one rank"])
+def test_digits_demo(start, tmp_path):
+    picture = tmp_path / "curves.png"
+    options = ("--steps", "20", "--output", picture)
+    if start == "torchrun":
+        output = run(*TORCHRUN, EXAMPLES / "digits_demo.py", *options, GLOO_SOCKET_IFNAME="lo", OMP_NUM_THREADS="1")
+    else:
+        output = run(EXAMPLES / "digits_demo.py", "--ranks", "1" if start == "one rank" else "2", *options)
+
+    ranks = "1 rank x 96 images" if start == "one rank" else "2 ranks x 48 images"
+    assert output.count(f"Digits: 38,282 parameters, 20 steps of {ranks}") == 1  # from one rank only
+    assert f"Loss curves: {picture}" in output
+    assert max(map(len, output.splitlines())) <= 100
+
+    number = r"(\S+)"
+    way = r"(plain DDP|custom loop, ring|DDP hook, ring|custom loop, bf16 ring)"
+    rows = {
+        title: (accuracy, loss, float(sent), difference)
+        for title, accuracy, loss, sent, difference in re.findall(
+            rf"^  {way} +{number}% +{number} +{number} kB \*? +{number} *$", output, flags=re.MULTILINE
+        )
+    }
+    assert list(rows) == ["plain DDP", "custom loop, ring", "DDP hook, ring", "custom loop, bf16 ring"]
+    assert rows["DDP hook, ring"] == rows["custom loop, ring"]
+    assert rows["plain DDP"] == (*rows["DDP hook, ring"][:3], "-")
+    assert rows["DDP hook, ring"][3] == "0"  # two numbers have one sum, whoever forms it
+    ring, bf16 = rows["custom loop, ring"][2], rows["custom loop, bf16 ring"][2]
+    assert ring == (0 if start == "one rank" else 153.1)  # 38,282 * 4 B, half of it twice
+    assert bf16 == pytest.approx(ring / 2, abs=0.1)
+    assert (float(rows["custom loop, bf16 ring"][3]) > 0) == (start != "one rank")
+
+    pixels = mpl.image.imread(picture)[..., :3]
+    assert pixels.shape[0] > 800
+    assert pixels.shape[1] > 1000
+    for style in STYLES:
+        drawn = (np.abs(pixels - mpl.colors.to_rgb(style["color"])) < 0.01).all(axis=-1).sum()
+        assert drawn > 300, style["color"]
+
+
+def test_the_demo_refuses_what_cannot_work(tmp_path):
+    refused = subprocess.run(
+        [sys.executable, EXAMPLES / "digits_demo.py", "--output", tmp_path / "missing" / "curves.png"],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert refused.returncode == 2
+    assert f"--output: there is no folder {tmp_path / 'missing'}" in refused.stderr
+
+
+# The launcher -------------------------------------------------------------------------------------------------------
+
+
+def rank_1_raises() -> None:
+    if dist.get_rank() == 1:
+        raise ValueError("rank 1 has had enough")
+    time.sleep(300)
+
+
+def test_a_rank_that_raises_ends_the_launch_with_its_traceback():
+    with pytest.raises(ProcessRaisedException, match="rank 1 has had enough"):
+        launch(rank_1_raises, ranks=2, timeout=100)
+
+
+def test_ranks_that_never_end_are_killed():
+    begin = time.monotonic()
+    with pytest.raises(TimeoutError, match="not all of the 2 ranks ended within 0.5 s"):
+        launch(rank_1_raises, ranks=2, timeout=0.5)
+    assert time.monotonic() - begin < 30
