@@ -33,7 +33,12 @@ class Axis:
 
 @dataclass(frozen=True)
 class Packet:
-    """What travels: `data` (flat uint8) stands for `numel` numbers."""
+    """What travels: `data` (flat uint8) stands for `numel` numbers.
+
+    >>> import torch, ptcollect as pc
+    >>> pc.Packet(torch.zeros(4, dtype=torch.uint8), numel=2)
+    Packet(data=tensor([0, 0, 0, 0], dtype=torch.uint8), numel=2)
+    """
 
     data: Tensor
     numel: int
@@ -102,6 +107,13 @@ class Comm:
     * `exchange`, `all_reduce`, `fork`: the requests.
 
     A transform passes its `Comm` on to the pipeline inside it.
+
+    >>> import torch, ptcollect as pc
+    >>> @pc.reducer
+    ... async def rank_and_size(x, comm):
+    ...     return x * 0 + torch.tensor([comm.rank, comm.size])
+    >>> pc.simulate(rank_and_size(), [torch.zeros(2)] * 3).trees[1]
+    tensor([1., 3.])
     """
 
     def __init__(self, axes: Mapping[str | None, Axis], *, step: int = 0, structure: Structure | None = None) -> None:

@@ -193,10 +193,11 @@ def exchanges_survive_gc_pressure(rank: int, n: int) -> None:
     def collect() -> None:
         while not stop.is_set():
             gc.collect()
-            time.sleep(0.01)
+            time.sleep(0.001)
 
+    gc.freeze()  # what is there already, or collections take most of the time
     thread, thresholds = threading.Thread(target=collect), gc.get_threshold()
-    gc.set_threshold(100, 5, 5)
+    gc.set_threshold(10, 2, 2)
     thread.start()
     try:
         trees = [[torch.full((50,), float(r + i)) for i in range(60)] for r in range(n)]
@@ -209,6 +210,7 @@ def exchanges_survive_gc_pressure(rank: int, n: int) -> None:
         stop.set()
         thread.join()
         gc.set_threshold(*thresholds)
+        gc.unfreeze()
 
 
 @check()

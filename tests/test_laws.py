@@ -1,4 +1,4 @@
-"""The laws of docs/design.md, section 5, in the simulator, each over the whole table of pipelines x trees x world sizes.
+"""The laws of docs/design.md, section 5, in the simulator, each over the whole table: pipelines x trees x world sizes.
 
 Every combination runs once; what a law needs to know of a run is kept in a `Run`. `test_gloo.py` compares real
 processes with the same table.

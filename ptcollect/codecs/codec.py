@@ -16,7 +16,14 @@ BLOCK = 1 << 16  # elements worked on at a time: 256 KiB of float32 stay in a co
 
 @dataclass(frozen=True)
 class Key:
-    """Where one encoding happens: all that a random codec may draw its randomness from."""
+    """Where one encoding happens: all that a random codec may draw its randomness from.
+
+    >>> import torch, ptcollect as pc
+    >>> key = pc.codecs.Key(step=3, path="fc.weight", rank=1, hop=0)
+    >>> a, b = (torch.rand(2, generator=key.generator(0, torch.device("cpu"))) for _ in range(2))
+    >>> torch.equal(a, b)
+    True
+    """
 
     step: int
     """The step counter of the state (0 for stateless pipelines)."""
