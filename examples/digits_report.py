@@ -76,8 +76,8 @@ def print_table(outcomes: list[Outcome], setting: Setting) -> None:
     console = Console(highlight=False)
     title = f"Digits: {setting.parameters:,} parameters, {setting.steps} steps of {setting.shares}"
     table = Table(title=title, title_style="bold", title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1))
-    table.add_column("gradients averaged by", style="bold")
-    headings = "test\naccuracy", "training\nloss", "sent per rank\nand step", "largest difference\nfrom plain DDP"
+    table.add_column("gradients averaged by", style="bold", no_wrap=True)
+    headings = "test\naccuracy", "training\nloss", "sent per rank\nand step", "difference\nfrom DDP"
     for heading in headings:
         table.add_column(heading, justify="right")
     for outcome in outcomes:
@@ -97,12 +97,9 @@ def print_table(outcomes: list[Outcome], setting: Setting) -> None:
     notes.add_row("accuracy", f"of {setting.test_images} images that were not trained on")
     notes.add_row("loss", f"cross-entropy over all {setting.train_images:,} training images after the last step")
     agreement = max(outcome.agreement_bytes_per_step for outcome in outcomes) / 1000
-    notes.add_row(
-        "sent", f"as pc.traffic() counts on the rank that sends most; agreement adds {agreement:.1f} kB a step"
-    )
-    notes.add_row("*", "not counted but calculated: a ring sends 2(n-1)/n of the float32 gradients")
-    largest, rounding = f"{setting.largest_parameter:.2f}", f"{setting.rounding:.0e}"
-    notes.add_row("difference", f"after the last step; float32 rounds the largest parameter, {largest}, by {rounding}")
+    notes.add_row("sent", f"by pc.traffic() on the rank that sends most; agreement adds {agreement:.1f} kB")
+    notes.add_row("*", "calculated: a ring sends 2(n-1)/n of the float32 gradients")
+    notes.add_row("difference", f"largest of any parameter at the end; float32 rounds by {setting.rounding:.0e}")
     console.print(Padding(notes, (0, 0, 1, 2)), style="dim")
 
 
@@ -128,6 +125,7 @@ def draw_curves(outcomes: list[Outcome], setting: Setting, output: Path) -> None
     """Above the losses, one on top of the other; below how far parameters are from plain DDP's."""
     import matplotlib as mpl
     from matplotlib.figure import Figure
+    from matplotlib.ticker import LogLocator, MaxNLocator
 
     steps = range(1, setting.steps + 1)
     with mpl.rc_context({"font.size": 9.5, "axes.spines.top": False, "axes.spines.right": False}):
@@ -139,9 +137,16 @@ def draw_curves(outcomes: list[Outcome], setting: Setting, output: Path) -> None
                 seen = [difference or float("nan") for difference in outcome.differences]  # a log axis has no 0
                 label = outcome.title if any(outcome.differences) else f"{outcome.title}: 0 at every step"
                 differences.plot(steps, seen, label=label, **style)
-        losses.set(yscale="log", ylabel="training loss of the batch (cross-entropy)", xlim=(0, 1.02 * setting.steps))
+        losses.set(ylabel="training loss of the batch (cross-entropy)", xlim=(0, 1.02 * setting.steps))
         losses.set_title(f"Digits, {setting.shares} a step: the same training four ways", loc="left", weight="bold")
+        reference = outcomes[0].losses
+        if max(reference) > 10 * min(reference):
+            losses.set_yscale("log")
+            losses.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         differences.set(yscale="log", xlabel="step", ylabel="largest difference of a\nparameter from plain DDP")
+        largest = max(max(outcome.differences or [0]) for outcome in outcomes)
+        differences.set_ylim(setting.rounding / 30, max(3 * largest, 1e5 * setting.rounding))
+        differences.xaxis.set_major_locator(MaxNLocator(integer=True))
         differences.axhline(setting.rounding, color="#888888", linewidth=0.8, linestyle=":")
         differences.annotate(
             "float32 rounding of the largest parameter",

@@ -11,10 +11,10 @@ Source: Hensgen, Finkel and Manber 1988, Two algorithms for barrier synchronizat
 from __future__ import annotations
 
 import json
+import struct
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -103,8 +103,8 @@ async def gather_numbers(number: float, comm: Comm) -> list[float]:
     """`number` of every rank of every dim, in rank order."""
     numbers = [number]
     for axis in comm.axes:
-        parts = await _gather(np.array(numbers, dtype="<f8").tobytes(), comm.on_axis(axis, "weights"))
-        numbers = [float(value) for part in parts for value in np.frombuffer(part, dtype="<f8")]
+        parts = await _gather(struct.pack(f"<{len(numbers)}d", *numbers), comm.on_axis(axis, "weights"))
+        numbers = [value for part in parts for (value,) in struct.iter_unpack("<d", part)]
     return numbers
 
 
@@ -189,4 +189,4 @@ def _to_tensor(data: bytes) -> Tensor:
 
 
 def _to_bytes(data: Tensor) -> bytes:
-    return bytes(data.numpy())
+    return bytes(data.tolist())  # not numpy(): numpy may not be installed

@@ -1,13 +1,14 @@
 """`as_ddp_hook` under DistributedDataParallel on real ranks: one launch per world size, every named check is a test.
 
-Each check trains one model up to three times on data that differ by rank: in DDP with the hook, in plain DDP, and in a loop
-with `sync_grads`. The hook must equal the loop bit for bit, and both must equal what `oracle` computes in float64.
+Each check trains one model up to three times on data that differ by rank: in DDP with the hook, in plain DDP, and in a
+loop with `sync_grads`. The hook must equal the loop bit for bit, and all must equal what `oracle` computes in float64.
 """
 
 from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import functools
 import gc
 import importlib
@@ -22,7 +23,7 @@ import time
 import traceback
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -60,15 +61,24 @@ class Check:
 
 
 def collector() -> tuple[dict[str, Check], Callable[..., Any]]:
-    """An empty table of checks and the decorator that fills it: one check per combination of the options' values."""
+    """An empty table of checks and the decorator that fills it.
+
+    Two ranks run every combination of the options' values, more ranks as many as show every value once.
+    """
     checks: dict[str, Check] = {}
 
     def check(*sizes: int, **options: Sequence[Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
         def made(function: Callable[..., None]) -> Callable[..., None]:
-            for values in itertools.product(*options.values()):
+            lists = [list(values) for values in options.values()]
+            longest = max(map(len, lists), default=1)
+            diagonal = {tuple(values[i % len(values)] for values in lists) for i in range(longest)}
+            for values in itertools.product(*lists):
                 chosen = dict(zip(options, values, strict=True))
                 name = function.__name__ + "".join(f", {key}={value}" for key, value in chosen.items())
-                checks[name] = Check(functools.partial(function, **chosen), sizes or (2, 4))
+                wanted = sizes or (2, 4)
+                if values not in diagonal:
+                    wanted = tuple(n for n in wanted if n == 2)
+                checks[name] = Check(functools.partial(function, **chosen), wanted)
             return function
 
         return made
@@ -281,8 +291,11 @@ def same(got: Mapping[str, Any], wanted: Mapping[str, Any], what: str) -> None:
         assert oracle.same_bits(leaf, wanted[name]), f"{what}, {name!r}: got {leaf}, expected {wanted[name]}"
 
 
-def right(got: Grads, row: Row, raw: Grads, what: str, group: dist.ProcessGroup | None = None) -> None:
-    """Within the oracle's bound of what `row` makes of all ranks' raw gradients; one that some ranks lack is zeros there."""
+def right(got: Grads, row: Row, raw: Grads, what: str, group: dist.ProcessGroup | None = None, slack: int = 1) -> None:
+    """Within the oracle's bound, times `slack`, of what `row` makes of all ranks' raw gradients.
+
+    One that some ranks lack is zeros there.
+    """
     n, rank = dist.get_world_size(group), dist.get_rank(group)
     everyone: list[Any] = [None] * n
     dist.all_gather_object(everyone, raw, group=group)
@@ -292,7 +305,7 @@ def right(got: Grads, row: Row, raw: Grads, what: str, group: dist.ProcessGroup 
     for name, leaf in zip(sorted(raw), expected, strict=True):  # optree sorts keys
         assert (got[name] is None) == (leaf is None), f"{what}, {name!r}: {got[name]}, expected {leaf}"
         if leaf is not None:
-            complaint = oracle.complaint(got[name], leaf)
+            complaint = oracle.complaint(got[name], dataclasses.replace(leaf, bound=leaf.bound * slack))
             assert complaint is None, f"{what}, {name!r}: {complaint}"
 
 
@@ -313,9 +326,9 @@ class Trio:
     ) -> None:
         options = {"bucket_cap_mb": cap, "process_group": group, **options}
         self.row, self.group, self.ignored = row, group, set(ignored)
-        self.loop, plain = copy.deepcopy(model), copy.deepcopy(model)
+        self.loop = copy.deepcopy(model)
+        self.plain = DistributedDataParallel(copy.deepcopy(model), **options) if row.steps == MEAN else None
         self.ddp = DistributedDataParallel(model, **options)
-        self.plain = DistributedDataParallel(plain, **options)
         module = {"ddp": self.ddp, "module": model, "nothing": None}[given]
         self.hook = pc.as_ddp_hook(row.pipeline, module, group=None if given == "ddp" else group)
         self.calls: list[tuple[int, bool, int]] = []
@@ -324,7 +337,7 @@ class Trio:
         self.steps = 0
 
     def watching(self) -> Callable[..., Any]:
-        """The hook, noting its calls since the last comparison: index, is_last and number of parameters of the bucket."""
+        """The hook, noting its calls: index, is_last and number of parameters of the bucket."""
 
         def noting(state: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
             self.calls.append((bucket.index(), bucket.is_last(), len(bucket.parameters())))
@@ -336,7 +349,7 @@ class Trio:
 
     @property
     def models(self) -> tuple[nn.Module, ...]:
-        return self.ddp, self.plain, self.loop
+        return tuple(model for model in (self.ddp, self.plain, self.loop) if model is not None)
 
     @property
     def params(self) -> dict[str, Tensor]:
@@ -362,9 +375,9 @@ class Trio:
         hooked = {name: grad for name, grad in hooked.items() if name in raw}
         if self.row.steps:
             right(hooked, self.row, raw, f"{what}, hook and oracle", self.group)
-        if self.row.steps == MEAN:
+        if self.plain is not None:
             plain = {name: grad for name, grad in gradients(self.plain.module).items() if name in raw}
-            right(plain, self.row, raw, f"{what}, plain DDP and oracle", self.group)
+            right(plain, self.row, raw, f"{what}, plain DDP and oracle", self.group, slack=4)  # it divides first
         if self.state:
             assert self.hook.state["step"] == self.state["step"], f"{what}: {self.hook.state['step']} steps"
             same(self.hook.state["momentum"]["m"], self.state["momentum"]["m"], f"{what}, state")
@@ -377,8 +390,9 @@ class Trio:
                 for p in model.parameters():
                     if p.grad is not None:
                         p -= 0.1 * p.grad
-            for p, q in zip(self.plain.module.parameters(), self.ddp.module.parameters(), strict=True):
-                p.copy_(q)
+            if self.plain is not None:
+                for p, q in zip(self.plain.module.parameters(), self.ddp.module.parameters(), strict=True):
+                    p.copy_(q)
 
 
 def squares(x: Tensor, *args: Any) -> Run:
@@ -422,10 +436,25 @@ def every_mode_equals_the_loop(rank: int, n: int, mode: str, row: str) -> None:
         trio.step(squares(batch(step, rank, 3, 4)), to_none=step != 2)
 
 
+# DDP delivers zeros for a parameter that no rank used, where `sync_grads` sees that it is missing; so only bits that do
+# not depend on buckets can be the same.
+UNUSED = {
+    "leafwise": LEAFWISE,
+    "clipped": Row(
+        pc.chain(pc.bucketize(256), pc.all_to_all_avg(), pc.clip_by_global_norm(0.5)),
+        (oracle.mean(), oracle.clipped(0.5)),
+    ),
+    "clipped first": Row(
+        pc.chain(pc.clip_by_global_norm(0.5), pc.bucketize(256), pc.all_to_all_avg()),
+        (oracle.clipped(0.5), oracle.mean()),
+    ),
+}
+
+
 @check(mode=("find unused", "static", "skip unused"))
 def buckets_come_as_the_modes_promise(rank: int, n: int, mode: str) -> None:
     # What the other checks rest on. `is_last` cannot be relied on: pytorch#63210.
-    trio = Trio(seeded(Branches), CLIPPED, watch=True, **MODES[mode])
+    trio = Trio(seeded(Branches), UNUSED["clipped"], watch=True, cap=80 / 2**20, **MODES[mode])
     counts = []
     for step in range(4):
         trio.calls.clear()
@@ -434,7 +463,7 @@ def buckets_come_as_the_modes_promise(rank: int, n: int, mode: str) -> None:
         if mode == "skip unused":
             assert not any(last for _, last, _ in trio.calls), f"step {step}: {trio.calls}"
             assert all(index > 0 for index, _, _ in trio.calls), f"step {step}: {trio.calls}"
-    assert counts == {"find unused": [5, 5, 5, 5], "static": [1, 1, 2, 2], "skip unused": [3, 3, 3, 3]}[mode], counts
+    assert counts == {"find unused": [5, 5, 5, 5], "static": [1, 1, 5, 5], "skip unused": [2, 2, 2, 2]}[mode], counts
 
 
 @check()
@@ -545,8 +574,24 @@ def a_parameter_without_dims_in_every_pipeline(rank: int, n: int) -> None:
     train(rank, products(number()), LEAFWISE, steps=2, given="nothing")
 
 
-@check(given=GIVEN)
-def strides_of_parameters(rank: int, n: int, given: str) -> None:
+SEEN: list[dict[str, Tensor | None]] = []
+
+
+def seeing(tree: Any) -> Any:
+    SEEN.append({name: None if leaf is None else leaf.clone() for name, leaf in tree.items()})
+    return tree
+
+
+STRIDED = {
+    "leafwise": LEAFWISE,
+    "clipped": CLIPPED,
+    "momentum": MOMENTUM,
+    "seen": Row(pc.chain(pc.stateless(seeing), pc.bucketize(256), pc.all_to_all_avg()), MEAN),
+}
+
+
+@check(row=STRIDED)
+def strides_of_parameters(rank: int, n: int, row: str) -> None:
     torch.manual_seed(0)
     net = nn.Sequential(nn.Conv2d(2, 3, 2), nn.Tanh(), nn.Conv2d(3, 2, 2), nn.Flatten(), nn.Linear(8, 3))
     net = net.to(memory_format=torch.channels_last)
@@ -554,9 +599,13 @@ def strides_of_parameters(rank: int, n: int, given: str) -> None:
     assert not net[0].weight.is_contiguous()
     assert not net[4].weight.is_contiguous()
     for view in (False, True):
-        trio = Trio(copy.deepcopy(net), GIVEN[given], given=given, gradient_as_bucket_view=view)
+        given = "nothing" if row == "leafwise" else "ddp"
+        trio = Trio(copy.deepcopy(net), STRIDED[row], given=given, gradient_as_bucket_view=view)
         for step in range(3):
+            SEEN.clear()
             trio.step(squares(batch(step, rank, 2, 2, 4, 4)))
+            if SEEN:
+                same(SEEN[0], SEEN[1], f"step {step}, what the pipeline sees in the hook and in the loop")
 
 
 class Odd(nn.Module):
@@ -613,11 +662,10 @@ def parameters_that_ddp_reduces_itself(rank: int, n: int, row: str) -> None:
 # Parameters that are not used ---------------------------------------------------------------------------------------
 
 
-@check(view=(False, True), row=("leafwise", "clipped first"))
+@check(view=(False, True), row=UNUSED)
 def used_on_one_rank_only(rank: int, n: int, view: bool, row: str) -> None:
     # Zeros elsewhere, and the mean everywhere: pytorch#28294, #151503.
-    rows = {"leafwise": LEAFWISE, "clipped first": CLIPPED_FIRST}
-    trio = Trio(seeded(Branches, n + 2), rows[row], find_unused_parameters=True, gradient_as_bucket_view=view)
+    trio = Trio(seeded(Branches, n + 2), UNUSED[row], find_unused_parameters=True, gradient_as_bucket_view=view)
     for step in range(4):
         trio.step(squares(batch(step, rank, 3, 4), [0, 1 + (rank + step) % n]))  # the last one on none
         unused = trio.ddp.module.branches[n + 1]
@@ -632,20 +680,20 @@ def used_on_no_rank_keeps_its_gradient(rank: int, n: int, mode: str, given: str)
     plain = DistributedDataParallel(copy.deepcopy(model), bucket_cap_mb=CAP, **MODES[mode])
     ddp = DistributedDataParallel(model, bucket_cap_mb=CAP, **MODES[mode])
     ddp.register_comm_hook(None, pc.as_ddp_hook(GIVEN[given].pipeline, ddp if given == "ddp" else None))
-    for step in range(4):
-        for each in (plain, ddp):
-            each.zero_grad()
-            kept = each.module.branches[2].weight
-            kept.grad = torch.full((4, 4), 7.0 + rank) if step % 2 else None
-            squares(batch(step, rank, 3, 4), (1, 3))(each)
-            for i, used in enumerate((False, True, False, True, False)):
-                for name, p in each.module.branches[i].named_parameters():
-                    what = f"step {step}, branch {i} {name}: {p.grad}"
-                    if p is kept and step % 2:
-                        assert p.grad is not None, what
-                        assert bool((p.grad == 7.0 + rank).all()), what
-                    else:
-                        assert (p.grad is not None) == used, what
+    # Where gradients are views of buckets DDP reduces an old gradient again, with any hook or none.
+    old = 7.0 + ((n - 1) / 2 if mode == "find unused, view" else rank)
+    for step, each in itertools.product(range(4), (plain, ddp)):
+        each.zero_grad()
+        kept = each.module.branches[2].weight
+        kept.grad = torch.full((4, 4), 7.0 + rank) if step % 2 else None
+        squares(batch(step, rank, 3, 4), (1, 3))(each)
+        for name, p in each.module.named_parameters():
+            what = f"step {step}, {name!r} of {'the hook' if each is ddp else 'plain DDP'}: {p.grad}"
+            if p is kept and step % 2:
+                assert p.grad is not None, what
+                assert bool((p.grad == old).all()), what
+            else:
+                assert (p.grad is not None) == name.startswith(("branches.1.", "branches.3.")), what
 
 
 # Autograd's corners -------------------------------------------------------------------------------------------------
@@ -704,7 +752,7 @@ def no_gradient(grad: Tensor) -> Tensor:
     raise Boom("no gradient")
 
 
-class Boom(Exception):
+class Boom(Exception):  # noqa: N818
     """What the checks raise."""
 
 
@@ -755,13 +803,6 @@ def a_backward_that_breaks_off_between_buckets(rank: int, n: int, mode: str, row
 
 # What the pipeline sees and gives -----------------------------------------------------------------------------------
 
-SEEN: list[dict[str, Tensor | None]] = []
-
-
-def seeing(tree: Any) -> Any:
-    SEEN.append({name: None if leaf is None else leaf.clone() for name, leaf in tree.items()})
-    return tree
-
 
 @check(mode=("plain", "static", "find unused"))
 def the_pipeline_gets_raw_local_gradients_once(rank: int, n: int, mode: str) -> None:
@@ -779,7 +820,7 @@ def the_pipeline_gets_raw_local_gradients_once(rank: int, n: int, mode: str) -> 
         trio.descend()
 
 
-@check(2, 4, 8, given=GIVEN)
+@check(given=GIVEN)
 def half_precision_neither_overflows_nor_underflows(rank: int, n: int, given: str) -> None:
     # Summed and then divided 4e4 overflows, divided and then summed 1e-7 becomes zero: pytorch#57410, #78774.
     numbers = torch.tensor([4e4, 1e-7, 6e-8, -6.5e4, 1.0])
@@ -821,10 +862,10 @@ def a_momentum_follows_its_formula(rank: int, n: int) -> None:
 def twenty_steps_with_state_on_four_ranks(rank: int, n: int) -> None:
     # torch's PowerSGD hook aborts: pytorch#48478, #62300.
     pipeline = pc.chain(momentum(0.9), pc.bucketize(100), pc.compress("bf16"), pc.ring_reduce())
-    trio = Trio(seeded(Branches, 6), Row(pipeline, ()), watch=True)
+    trio = Trio(seeded(Branches, 9), Row(pipeline, ()), watch=True)
     for step in range(20):
         trio.calls.clear()
-        trio.step(squares(batch(step, rank, 3, 4), range(6)))
+        trio.step(squares(batch(step, rank, 3, 4), range(9)))
     assert len(trio.calls) >= 4, f"{trio.calls}"
 
 
@@ -1030,13 +1071,10 @@ def all_ranks_raise(rank: int, n: int, where: str, mode: str) -> None:
 
 @check()
 def ranks_with_other_hooks_are_told(rank: int, n: int) -> None:
-    rows = [RING, CLIPPED]
-    trio = Trio(seeded(Crossed), rows[rank == 1])
+    trio = Trio(seeded(Crossed), CLIPPED if rank == 1 else CLIPPED_FIRST)
     for _ in range(2):
         failing(trio, batch(0, rank, 3, 4), pc.TreeMismatchError, "different pipelines", "rank 0", "rank 1")
-    trio.hook.pipeline = trio.row.pipeline if rank != 1 else RING.pipeline
-    trio.row = RING
-    trio.step(squares(batch(1, rank, 3, 4)))
+    Trio(seeded(Crossed), CLIPPED).step(squares(batch(1, rank, 3, 4)))
 
 
 @check()
@@ -1135,11 +1173,12 @@ def joining_with_uneven_batches(rank: int, n: int, row: str, mode: str) -> None:
 # Tests --------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("n", "name"), [(n, name) for n in (2, 4, 8) for name in CHECKS if n in CHECKS[name].sizes])
+@pytest.mark.parametrize(("n", "name"), [(n, name) for n in (2, 4) for name in CHECKS if n in CHECKS[name].sizes])
 def test_hook(n: int, name: str, request: pytest.FixtureRequest):
     ended = outcomes(__name__, n, request)
     report = ended.report(name)
-    assert not report, report
+    if report:
+        pytest.fail(report, pytrace=False)
     assert set(ended.exit_codes) <= {0, None}, ended.exit_codes  # -6: gloo aborted
 
 
