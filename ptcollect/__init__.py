@@ -9,12 +9,15 @@ from ptcollect import codecs
 from ptcollect.adapters.ddp import as_ddp_hook
 from ptcollect.adapters.loop import sync_grads, sync_params
 from ptcollect.chain import chain
+from ptcollect.checkpoint import from_rank_local, rank_local, reshard, state_summary
 from ptcollect.codecs.codec import Codec
 from ptcollect.comm import Comm, Packet
 from ptcollect.errors import NonFiniteError, PeerLostError, PipelineError, PtcollectError, TreeMismatchError
 from ptcollect.maps import clip_by_global_norm, clip_by_value, scale, stateless
 from ptcollect.options import RunOptions
 from ptcollect.pending import Pending
+from ptcollect.partition import partition
+from ptcollect.piecewise import piecewise
 from ptcollect.pipeline import Pipeline, Transform
 from ptcollect.reducers.all_gather import all_gather_avg
 from ptcollect.reducers.all_to_all import all_to_all_avg
@@ -27,6 +30,9 @@ from ptcollect.simulate import Simulation, simulate
 from ptcollect.traffic import Traffic, traffic
 from ptcollect.transforms.bucketize import bucketize
 from ptcollect.transforms.compress import compress
+from ptcollect.transforms.error_feedback import error_feedback
+from ptcollect.transforms.low_rank import low_rank
+from ptcollect.transforms.skip_nonfinite import skip_nonfinite
 
 __version__ = "0.1.0"
 
@@ -56,11 +62,20 @@ __all__ = [
     "clip_by_value",
     "codecs",
     "compress",
+    "error_feedback",
+    "from_rank_local",
     "gather_avg",
+    "low_rank",
+    "partition",
+    "piecewise",
+    "rank_local",
     "reducer",
+    "reshard",
     "ring_reduce",
     "scale",
     "simulate",
+    "skip_nonfinite",
+    "state_summary",
     "stateless",
     "sync_grads",
     "sync_params",

@@ -88,6 +88,24 @@ async def _disseminate(digest: bytes, differs: bool, comm: Comm) -> bool:
     return differs
 
 
+async def any_rank(flag: bool, comm: Comm) -> bool:
+    """Whether `flag` holds on some rank, the same answer on all of them."""
+    for axis in comm.axes:
+        flag = await _spread(flag, comm.on_axis(axis, "flag"))
+    return flag
+
+
+async def _spread(flag: bool, comm: Comm) -> bool:
+    distance = 1
+    while distance < comm.size:
+        source = (comm.rank - distance) % comm.size
+        record = _to_tensor(bytes([flag]) + bytes(7))
+        received = await comm.exchange_bytes({(comm.rank + distance) % comm.size: record}, {source: 8})
+        flag = flag or bool(_to_bytes(received[source].data)[0])
+        distance *= 2
+    return flag
+
+
 async def _gather(mine: bytes, comm: Comm) -> list[bytes]:
     """The byte strings of all ranks in rank order; lengths first, since a longer message than expected aborts gloo."""
     others = [peer for peer in range(comm.size) if peer != comm.rank]

@@ -51,6 +51,11 @@ def accumulation_dtype(dtype: torch.dtype, path: str) -> torch.dtype:
         ) from None
 
 
+def wide_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of at least float32's precision in which values of a floating or complex `dtype` are kept exactly."""
+    return torch.promote_types(dtype, torch.float32) if dtype.itemsize > 1 else torch.float32
+
+
 def flat_view(leaf: Tensor) -> Tensor | None:
     """`leaf` as one row of real numbers over the same storage, or None where only a copy could be that."""
     if not leaf.is_contiguous() or leaf.is_conj() or leaf.is_neg():

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ptcollect.comm import Comm
-from ptcollect.dtypes import fresh_copy, restrided
+from ptcollect.dtypes import fresh_copy, restrided, wide_dtype
 from ptcollect.errors import PipelineError
 from ptcollect.pipeline import Pipeline
 from ptcollect.state import State
@@ -212,7 +212,7 @@ class _Stateless(Pipeline):
 def scaled(leaf: Tensor, factor: float | Tensor, path: str) -> Tensor:
     """`leaf` times `factor`, multiplied in float32 at least, in `leaf`'s dtype and strides."""
     if leaf.is_floating_point() or leaf.is_complex():
-        wide = torch.promote_types(leaf.dtype, torch.float32) if leaf.dtype.itemsize > 1 else torch.float32
+        wide = wide_dtype(leaf.dtype)
         if isinstance(factor, Tensor):
             factor = factor.to(wide.to_real())
         return restrided((leaf.to(wide) * factor).to(leaf.dtype), leaf)

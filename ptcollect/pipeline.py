@@ -232,9 +232,15 @@ class Transform(Value):
 
     stateful: ClassVar[bool] = False
     """Whether `init` returns anything beside ``"inner"``."""
+    keeps_inner_state: ClassVar[bool] = False
+    """Whether it keeps the state of the pipeline inside in its own, under names of its own, and not under ``"inner"``."""
     works_in_buckets: ClassVar[bool] = False
     """Whether it means the same on flat buckets as on parameters, and so may stand inside `bucketize`."""
 
+    lossy: ClassVar[bool] = False
+    """Whether some of what goes in does not arrive, and is booked as residual."""
+    goes_outside_error_feedback: ClassVar[bool] = False
+    """Whether `error_feedback` refuses to wrap it."""
     manages_ownership: ClassVar[bool] = False
     """Whether it minds ``comm.owned``: the pipeline inside may overwrite tensors only where that is set. Where a transform
     does not say so, the pipeline inside always copies."""
@@ -286,7 +292,7 @@ class Wrapped(Pipeline):
     @property
     def state_names(self) -> tuple[str, ...]:
         own = (self.transform.name,) if self.transform.stateful else ()
-        return (*own, *self.inner.state_names)
+        return own if self.transform.keeps_inner_state else (*own, *self.inner.state_names)
 
     def begin(self, params: Leaves) -> State:
         return self._flat(self.transform.init(self.inner, params))
@@ -308,20 +314,18 @@ class Wrapped(Pipeline):
 
     def _nested(self, state: State) -> State:
         own = dict(state[self.transform.name]) if self.transform.stateful else {}
-        return {
-            **own,
-            "inner": part(state, self.state_names, 1 if self.transform.stateful else 0, len(self.state_names)),
-        }
+        if self.transform.keeps_inner_state:
+            return own
+        names = self.state_names
+        return {**own, "inner": part(state, names, 1 if self.transform.stateful else 0, len(names))}
 
     def _flat(self, nested: State) -> State:
         own = {key: value for key, value in nested.items() if key != "inner"}
-        if "inner" not in nested or (own and not self.transform.stateful):
-            fix = "stateful = True" if own else '"inner": inner.begin(params)'
+        if ("inner" in nested) == self.transform.keeps_inner_state or (own and not self.transform.stateful):
+            fix = "stateful = True" if "inner" in nested else '"inner": inner.begin(params)'
             raise PipelineError(f"{self._line()}: state has the keys {list(nested)}; the class is missing {fix}")
-        return joined(
-            self.state_names,
-            [{self.transform.name: own}, nested["inner"]] if own or self.transform.stateful else [nested["inner"]],
-        )
+        mine = [{self.transform.name: own}] if self.transform.stateful else []
+        return joined(self.state_names, mine if self.transform.keeps_inner_state else [*mine, nested["inner"]])
 
     def _check_leaf(self, path: str, before: Leaves, after: Leaves) -> None:
         was, now = before.get(path), after.get(path)

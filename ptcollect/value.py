@@ -98,3 +98,15 @@ def refuse_tree(stage: str, option: str, value: Any) -> None:
             f"{stage}(...) was given the function {getattr(value, '__qualname__', value)} as its option {option!r}; "
             f"a function of the whole tree joins a chain as stateless(f)"
         )
+
+
+def whole_number(option: str, value: Any, *, least: int = 1, multiple_of: int = 1) -> int:
+    """`value` if it is an int from `least` on, and a multiple of `multiple_of`; `option` is what messages call it.
+
+    Raises:
+        ValueError: it is not.
+    """
+    if isinstance(value, bool) or not isinstance(value, int) or value < least or value % multiple_of:
+        of = f" and a multiple of {multiple_of}" if multiple_of != 1 else ""
+        raise ValueError(f"{option}: expected a whole number from {least} on{of}, got {value!r}")
+    return value

@@ -9,12 +9,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from ptcollect.codecs.cast import bf16, fp16
 from ptcollect.codecs.codec import Codec, Key
+from ptcollect.codecs.sign import sign
+from ptcollect.codecs.sparse import randk, topk
+from ptcollect.codecs.ternary import ternary
+from ptcollect.codecs.uniform import fp8, int4, int8
 
-__all__ = ["Codec", "Key", "bf16", "by_name", "fp16"]
+__all__ = ["Codec", "Key", "bf16", "by_name", "fp8", "fp16", "int4", "int8", "randk", "sign", "ternary", "topk"]
 
-_NAMED = {"bf16": bf16, "fp16": fp16}
+_NAMED: dict[str, Callable[[], Codec]] = {
+    "bf16": bf16,
+    "fp16": fp16,
+    "fp8": fp8,
+    "int8": int8,
+    "int4": int4,
+    "sign": sign,
+    "ternary": ternary,
+    "topk": topk,
+    "randk": randk,
+}
 
 
 def by_name(name: str) -> Codec:

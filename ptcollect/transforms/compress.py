@@ -59,6 +59,7 @@ class Compress(Transform):
     name = "compress"
     manages_ownership = True
     works_in_buckets = True
+    lossy = True
 
     codec: Codec
 

@@ -1,0 +1,205 @@
+"""Sparse codecs: a fraction of the elements, the largest (topk) or random ones (randk)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ptcollect.codecs.cast import Cast
+from ptcollect.codecs.codec import Codec, Key
+
+_FULL = Cast(torch.float32)
+
+
+def topk(ratio: float = 0.01, *, values: str | Codec | None = None) -> Codec:
+    r"""The ratio of elements with the largest magnitudes, with their positions; exactly k of them, ties to the lowest index.
+
+    .. math:: C(x) = x_S, \qquad S = \text{argtop}_k |x|, \quad k = \max(1, \lfloor \text{ratio} \cdot d + \tfrac12 \rfloor)
+
+    so that :math:`\|C(x) - x\|^2 \le (1 - k/d) \|x\|^2`. Positions take 1, 2 or 4 bytes, by the number of elements. Use it with
+    `error_feedback`; what is summed from n ranks is up to n times as dense, so that `ring_reduce` drops again at each hop.
+
+    Args:
+        ratio: fraction of the elements, above 0 and at most 1.
+        values: a codec, or its name, for the values sent; None: float32.
+
+    Returns:
+        A codec for `compress`; also known as ``"topk"``, with 1 %.
+
+    Raises:
+        ValueError: `ratio` is out of range.
+
+    Source: Stich, Cordonnier and Jaggi 2018, Sparsified SGD with memory, section 2; Lin et al. 2018, Deep gradient compression.
+
+    >>> import torch, ptcollect as pc
+    >>> codec = pc.codecs.topk(0.5)
+    >>> packet = codec.encode(torch.tensor([1.0, -3.0, 2.0, 0.0]), pc.codecs.Key(0, "w", 0, 0))
+    >>> codec.decode(packet, 4, torch.float32), codec.wire_bytes(4)
+    (tensor([ 0., -3.,  2.,  0.]), 10)
+    """
+    return _TopK(_ratio("topk", ratio), _value_codec(values))
+
+
+def randk(ratio: float = 0.01, *, values: str | Codec | None = None, unbiased: bool = False, seed: int = 0) -> Codec:
+    r"""A random ratio of the elements; the positions are drawn from the key, and only 8 bytes of seed travel.
+
+    .. math:: C(x)_i = \begin{cases} c \, x_i & i \in S \\ 0 & \text{otherwise} \end{cases}
+
+    for a uniformly random S of k elements, with c = 1, for use with `error_feedback`; or c = d/k with `unbiased`, whose
+    variance is :math:`(d/k - 1) x_i^2` per element.
+
+    Args:
+        ratio: fraction of the elements, above 0 and at most 1; k as for `topk`.
+        values: a codec, or its name, for the values sent; None: float32.
+        unbiased: scale up by d/k; not for error feedback.
+        seed: of the generators.
+
+    Returns:
+        A codec for `compress`; also known as ``"randk"``, with 1 %.
+
+    Raises:
+        ValueError: `ratio` is out of range.
+
+    Source: Stich, Cordonnier and Jaggi 2018, Sparsified SGD with memory, section 2.
+
+    >>> import torch, ptcollect as pc
+    >>> codec = pc.codecs.randk(0.5)
+    >>> packet = codec.encode(torch.ones(4), pc.codecs.Key(0, "w", 0, 0))
+    >>> codec.decode(packet, 4, torch.float32).sum(), codec.wire_bytes(4)
+    (tensor(2.), 16)
+    """
+    return _RandK(_ratio("randk", ratio), _value_codec(values), unbiased, seed)
+
+
+class _Sparse(Codec):
+    """A packet is something that tells the positions, then the values there."""
+
+    ratio: float
+    values: Codec
+
+    def kept(self, numel: int) -> int:
+        """How many of `numel` elements travel."""
+        return min(numel, max(1, int(self.ratio * numel + 0.5)))
+
+    def head_bytes(self, numel: int) -> int:
+        """Bytes before the values."""
+        raise NotImplementedError
+
+    def positions(self, head: Tensor, numel: int) -> Tensor:
+        """The positions that `head` stands for, as int64."""
+        raise NotImplementedError
+
+    def wire_bytes(self, numel: int) -> int:
+        return self.head_bytes(numel) + self.values.wire_bytes(self.kept(numel))
+
+    def packet(self, head: Tensor, values: Tensor, key: Key) -> Tensor:
+        """`head` and the encoded `values`, one after the other."""
+        return torch.cat([head, self.values.encode(values, key)])
+
+    def decode(self, packet: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
+        out = torch.zeros(numel, dtype=dtype, device=packet.device)
+        self.accumulate(packet, out, 1.0, 1.0)
+        return out
+
+    def accumulate(self, packet: Tensor, into: Tensor, keep: float, alpha: float) -> None:
+        numel = into.numel()
+        head = self.head_bytes(numel)
+        # A copy, since values need not start at a multiple of their size.
+        values = self.values.decode(packet[head:].clone(), self.kept(numel), into.dtype)
+        if keep != 1:
+            into.mul_(keep)
+        into.index_add_(0, self.positions(packet[:head], numel), values, alpha=alpha)
+
+
+@dataclass(frozen=True, repr=False)
+class _TopK(_Sparse):
+    name = "topk"
+    ratio: float = 0.01
+    values: Codec = _FULL
+
+    def head_bytes(self, numel: int) -> int:
+        return self.kept(numel) * _width(numel).itemsize
+
+    def encode(self, x: Tensor, key: Key) -> Tensor:
+        where = largest(x.abs(), self.kept(x.numel()))
+        # uint16 and uint32 have few operations; int16 and int32 of the same bits do as well on the wire.
+        head = where.to(_width(x.numel())).view(torch.uint8)
+        return self.packet(head, x[where], key)
+
+    def positions(self, head: Tensor, numel: int) -> Tensor:
+        width = _width(numel)
+        where = head.clone().view(width).long()
+        return where & 0xFFFF if width is torch.int16 else where
+
+
+@dataclass(frozen=True, repr=False)
+class _RandK(_Sparse):
+    name = "randk"
+    ratio: float = 0.01
+    values: Codec = _FULL
+    unbiased: bool = False
+    seed: int = 0
+
+    def head_bytes(self, numel: int) -> int:
+        return 8 if numel else 0
+
+    def encode(self, x: Tensor, key: Key) -> Tensor:
+        if not x.numel():
+            return torch.empty(0, dtype=torch.uint8, device=x.device)
+        drawn = key.generator(self.seed, torch.device("cpu")).initial_seed()
+        head = torch.tensor([drawn], dtype=torch.int64, device=x.device).view(torch.uint8)
+        values = x[self.positions(head, x.numel())]
+        return self.packet(head, values * (x.numel() / values.numel()) if self.unbiased else values, key)
+
+    def positions(self, head: Tensor, numel: int) -> Tensor:
+        if not numel:
+            return torch.empty(0, dtype=torch.int64, device=head.device)
+        # Drawn on the CPU whatever the device, so that both sides draw the same.
+        generator = torch.Generator().manual_seed(int(head.clone().view(torch.int64)))
+        return torch.randperm(numel, generator=generator)[: self.kept(numel)].to(head.device)
+
+
+def largest(size: Tensor, k: int) -> Tensor:
+    """Positions of the `k` largest of `size`, ascending; of equal ones, those that come first.
+
+    A threshold from a sample leaves few candidates to sort; whatever the sample, the answer is exact.
+    """
+    numel = size.numel()
+    if k >= numel:
+        return torch.arange(numel, device=size.device)
+    candidates = torch.nonzero(size >= _threshold(size, k)).view(-1)
+    if candidates.numel() < k:  # the sample was misleading (or there are NaNs)
+        candidates = torch.arange(numel, device=size.device)
+    order = torch.sort(size[candidates], descending=True, stable=True).indices
+    return candidates[order[:k]].sort().values
+
+
+def _threshold(size: Tensor, k: int) -> Tensor:
+    """A value that more than `k` elements very probably reach, and not many more."""
+    step = max(1, size.numel() // 65536)
+    sample = size[::step]
+    share = k * sample.numel() / size.numel()
+    most = min(sample.numel(), int(share + 4 * share**0.5) + 4)
+    return sample.topk(most).values[-1]
+
+
+def _width(numel: int) -> torch.dtype:
+    return torch.uint8 if numel <= 1 << 8 else torch.int16 if numel <= 1 << 16 else torch.int32
+
+
+def _ratio(name: str, ratio: Any) -> float:
+    if isinstance(ratio, bool) or not isinstance(ratio, (int, float)) or not 0 < ratio <= 1:
+        raise ValueError(f"{name}(ratio): expected a fraction above 0 and at most 1, got {ratio!r}")
+    return float(ratio)
+
+
+def _value_codec(values: str | Codec | None) -> Codec:
+    from ptcollect.codecs import by_name  # the registry imports this file
+
+    codec = by_name(values) if isinstance(values, str) else values
+    if codec is not None and not isinstance(codec, Codec):
+        raise TypeError(f"values: expected a codec or its name, got {codec!r}")
+    return _FULL if codec is None else codec

@@ -1,0 +1,95 @@
+"""Two bits per element: minus, zero or plus one, times a scale per block."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ptcollect.codecs.bits import pack_pairs, unpack_pairs
+from ptcollect.codecs.codec import BLOCK, Codec, Key, accumulate
+from ptcollect.value import whole_number
+
+
+def ternary(block: int = 65536, *, stochastic: bool = False, seed: int = 0) -> Codec:
+    r"""2 bits per element and one float32 scale per block.
+
+    .. math:: C(x)_i = s \, \text{sign}(x_i) \, [\, |x_i| > \tau \,], \qquad \tau = \tfrac{0.7}{d} \|x\|_1
+
+    with s the mean magnitude of the elements above the threshold, nearly the best choice of both for Gaussian values. With
+    `stochastic`, s is the maximum magnitude and element i is kept with probability :math:`|x_i| / s`: unbiased, with
+    variance :math:`s |x_i| - x_i^2`.
+
+    Args:
+        block: elements per scale, a multiple of 4; packets are ceil(numel / 4) + 4 ceil(numel / block) bytes.
+        stochastic: TernGrad's unbiased rounding, by a generator of its own for each packet.
+        seed: of those generators.
+
+    Returns:
+        A codec for `compress`; also known as ``"ternary"``.
+
+    Raises:
+        ValueError: `block` is not a positive multiple of 4.
+
+    Source: Li, Zhang and Liu 2016, Ternary weight networks, section 2.3; Wen et al. 2017, TernGrad, section 3.
+
+    >>> import torch, ptcollect as pc
+    >>> codec = pc.codecs.ternary()
+    >>> packet = codec.encode(torch.tensor([3.0, -5.0, 0.1]), pc.codecs.Key(0, "w", 0, 0))
+    >>> codec.decode(packet, 3, torch.float32), codec.wire_bytes(3)
+    (tensor([ 4., -4.,  0.]), 5)
+    """
+    whole_number("ternary(block)", block, multiple_of=4)
+    return _Ternary(block, stochastic, seed)
+
+
+@dataclass(frozen=True, repr=False)
+class _Ternary(Codec):
+    name = "ternary"
+    block: int = BLOCK
+    stochastic: bool = False
+    seed: int = 0
+
+    def wire_bytes(self, numel: int) -> int:
+        return 4 * -(-numel // self.block) + -(-numel // 4)
+
+    def encode(self, x: Tensor, key: Key) -> Tensor:
+        numel = x.numel()
+        blocks = -(-numel // self.block)
+        packet = torch.empty(self.wire_bytes(numel), dtype=torch.uint8, device=x.device)
+        scales = packet[: 4 * blocks].view(torch.float32)
+        generator = key.generator(self.seed, x.device) if self.stochastic else None
+        for i, start in enumerate(range(0, numel, self.block)):
+            part = x[start : start + self.block]
+            size = part.abs()
+            scales[i], keep = self._chosen(size, generator)
+            codes = torch.where(keep, torch.where(part < 0, 2, 1), 0).to(torch.uint8)
+            packed = pack_pairs(codes)
+            place = 4 * blocks + start // 4
+            packet[place : place + packed.numel()] = packed
+        return packet
+
+    def _chosen(self, size: Tensor, generator: torch.Generator | None) -> tuple[Tensor, Tensor]:
+        """The scale of a block with magnitudes `size`, and which elements are not zero."""
+        if generator is not None:
+            scale = size.max()
+            draws = torch.rand(size.shape, generator=generator, dtype=size.dtype, device=size.device)
+            return scale, draws * scale < size
+        keep = size > 0.7 * size.mean()
+        return (size * keep).sum() / keep.sum().clamp(min=1), keep
+
+    def decode(self, packet: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
+        out = torch.empty(numel, dtype=dtype, device=packet.device)
+        blocks = -(-numel // self.block)
+        scales = packet[: 4 * blocks].view(torch.float32).tolist()
+        for scale, start in zip(scales, range(0, numel, self.block), strict=True):
+            count = min(self.block, numel - start)
+            place = 4 * blocks + start // 4
+            codes = unpack_pairs(packet[place : place + -(-count // 4)], count)
+            values = torch.tensor([0.0, scale, -scale], dtype=dtype, device=packet.device)
+            out[start : start + count] = values[codes.long()]
+        return out
+
+    def accumulate(self, packet: Tensor, into: Tensor, keep: float, alpha: float) -> None:
+        accumulate(self.decode(packet, into.numel(), into.dtype), into, keep, alpha)

@@ -1,0 +1,242 @@
+"""Uniform quantisation in blocks: int8, int4 and fp8 with one scale per block."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ptcollect.codecs.bits import pack_nibbles, unpack_nibbles
+from ptcollect.codecs.codec import BLOCK, Codec, Key
+from ptcollect.value import whole_number
+
+
+def int8(block: int = 256, *, stochastic: bool = False, seed: int = 0) -> Codec:
+    r"""8 bits per element: integers from -127 to 127 times one float32 scale per block.
+
+    .. math:: C(x)_i = \frac{s}{127} \, \text{round}\Big(\frac{127 x_i}{s}\Big), \qquad s = \max_{j \in \text{block}} |x_j|
+
+    so the error is at most s/254 per element. With `stochastic` the rounding is random and unbiased (QSGD with 127 levels and
+    the maximum norm): variance :math:`(s/127)^2 \, p (1 - p)` with p the fractional part of :math:`127 |x_i| / s`.
+
+    Args:
+        block: elements per scale; packets are numel + 4 ceil(numel / block) bytes.
+        stochastic: round at random, unbiased, by a generator of its own for each packet.
+        seed: of those generators.
+
+    Returns:
+        A codec for `compress`; also known as ``"int8"``.
+
+    Raises:
+        ValueError: `block` is not positive.
+
+    Source: Alistarh et al. 2017, QSGD, section 3.1; Dettmers et al. 2022, 8-bit optimizers via block-wise quantization.
+
+    >>> import torch, ptcollect as pc
+    >>> codec = pc.codecs.int8()
+    >>> packet = codec.encode(torch.tensor([127.0, -1.0, 0.4]), pc.codecs.Key(0, "w", 0, 0))
+    >>> codec.decode(packet, 3, torch.float32), codec.wire_bytes(3)
+    (tensor([127.,  -1.,   0.]), 7)
+    """
+    return _Int8(whole_number("int8(block)", block), stochastic, seed)
+
+
+def int4(block: int = 64, *, stochastic: bool = False, seed: int = 0) -> Codec:
+    r"""4 bits per element: integers from -7 to 7 times one float32 scale per block, two to the byte.
+
+    .. math:: C(x)_i = \frac{s}{7} \, \text{round}\Big(\frac{7 x_i}{s}\Big), \qquad s = \max_{j \in \text{block}} |x_j|
+
+    Args:
+        block: elements per scale; packets are ceil(numel / 2) + 4 ceil(numel / block) bytes.
+        stochastic: round at random, unbiased, as for `int8`.
+        seed: of the generators.
+
+    Returns:
+        A codec for `compress`; also known as ``"int4"``.
+
+    Raises:
+        ValueError: `block` is not positive.
+
+    Source: as for `int8`.
+
+    >>> import torch, ptcollect as pc
+    >>> codec = pc.codecs.int4()
+    >>> packet = codec.encode(torch.tensor([7.0, -1.0, 0.4]), pc.codecs.Key(0, "w", 0, 0))
+    >>> codec.decode(packet, 3, torch.float32), codec.wire_bytes(3)
+    (tensor([ 7., -1.,  0.]), 6)
+    """
+    return _Int4(whole_number("int4(block)", block), stochastic, seed)
+
+
+def fp8(block: int = 256) -> Codec:
+    r"""8 bits per element: float8 e4m3 times one float32 scale per block, which keeps small values better than `int8`.
+
+    .. math:: C(x)_i = \frac{s}{448} \, \text{e4m3}\Big(\frac{448 x_i}{s}\Big), \qquad s = \max_{j \in \text{block}} |x_j|
+
+    so the relative error is at most 1/16 down to s/28672.
+
+    Args:
+        block: elements per scale; packets are numel + 4 ceil(numel / block) bytes.
+
+    Returns:
+        A codec for `compress`; also known as ``"fp8"``.
+
+    Raises:
+        ValueError: `block` is not positive.
+
+    Source: Micikevicius et al. 2022, FP8 formats for deep learning, section 3.
+
+    >>> import torch, ptcollect as pc
+    >>> codec = pc.codecs.fp8()
+    >>> packet = codec.encode(torch.tensor([448.0, 1.0, -0.26]), pc.codecs.Key(0, "w", 0, 0))
+    >>> codec.decode(packet, 3, torch.float32), codec.wire_bytes(3)
+    (tensor([ 4.4800e+02,  1.0000e+00, -2.5000e-01]), 7)
+    """
+    return _Fp8(whole_number("fp8(block)", block))
+
+
+class _Scaled(Codec):
+    """A packet is the scales of all blocks, as float32, then one code per element."""
+
+    block: int
+    levels: float
+    """The largest code."""
+
+    def wire_bytes(self, numel: int) -> int:
+        return 4 * -(-numel // self.block) + self.code_bytes(numel)
+
+    def code_bytes(self, numel: int) -> int:
+        """Bytes of the codes alone."""
+        return numel
+
+    def encode(self, x: Tensor, key: Key) -> Tensor:
+        numel = x.numel()
+        packet = torch.empty(self.wire_bytes(numel), dtype=torch.uint8, device=x.device)
+        blocks = -(-numel // self.block)
+        scales = packet[: 4 * blocks].view(torch.float32)
+        quantise = self.quantiser(key, x.device)
+        for rows in _groups(numel, self.block):
+            part = x[rows.start * self.block : rows.stop * self.block]
+            padded = _padded(part, self.block)
+            # In float32: a scale that is smaller than its smallest number becomes 0, and the block with it.
+            scale = torch.linalg.vector_norm(padded, float("inf"), dim=1).div_(self.levels).to(torch.float32)
+            scales[rows.start : rows.stop] = scale
+            divisor = torch.where(scale == 0, torch.inf, scale).to(x.dtype).unsqueeze(1)
+            self.write(
+                packet[4 * blocks :], rows.start * self.block, quantise(padded / divisor).view(-1)[: part.numel()]
+            )
+        return packet
+
+    def decode(self, packet: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
+        out = torch.zeros(numel, dtype=dtype, device=packet.device)
+        self.accumulate(packet, out, 0.0, 1.0)
+        return out
+
+    def accumulate(self, packet: Tensor, into: Tensor, keep: float, alpha: float) -> None:
+        numel = into.numel()
+        blocks = -(-numel // self.block)
+        scales = packet[: 4 * blocks].view(torch.float32).to(into.dtype)
+        if alpha != 1:
+            scales = scales * alpha
+        for rows in _groups(numel, self.block):
+            part = into[rows.start * self.block : rows.stop * self.block]
+            codes = self.read(packet[4 * blocks :], rows.start * self.block, part.numel())
+            values = _padded(codes.to(into.dtype), self.block).mul_(scales[rows.start : rows.stop].unsqueeze(1))
+            values = values.view(-1)[: part.numel()]
+            if keep == 0:
+                part.copy_(values)
+            else:
+                (part if keep == 1 else part.mul_(keep)).add_(values)
+
+    def quantiser(self, key: Key, device: torch.device) -> Callable[[Tensor], Tensor]:
+        """What turns numbers between -levels and levels into codes."""
+        raise NotImplementedError
+
+    def write(self, place: Tensor, start: int, codes: Tensor) -> None:
+        """Store `codes`, those of the elements from `start` on."""
+        raise NotImplementedError
+
+    def read(self, place: Tensor, start: int, count: int) -> Tensor:
+        """`count` codes from the element `start` on, as numbers of some dtype."""
+        raise NotImplementedError
+
+
+class _Integer(_Scaled):
+    stochastic: bool
+    seed: int
+
+    def quantiser(self, key: Key, device: torch.device) -> Callable[[Tensor], Tensor]:
+        if not self.stochastic:
+            return lambda numbers: numbers.round_().to(torch.int8)
+        generator = key.generator(self.seed, device)
+        return lambda numbers: (
+            numbers.add_(torch.rand(numbers.shape, generator=generator, dtype=numbers.dtype, device=device))
+            .floor_()
+            .clamp_(-self.levels, self.levels)
+            .to(torch.int8)
+        )
+
+
+@dataclass(frozen=True, repr=False)
+class _Int8(_Integer):
+    name = "int8"
+    levels = 127.0
+    block: int = 256
+    stochastic: bool = False
+    seed: int = 0
+
+    def write(self, place: Tensor, start: int, codes: Tensor) -> None:
+        place[start : start + codes.numel()] = codes.view(torch.uint8)
+
+    def read(self, place: Tensor, start: int, count: int) -> Tensor:
+        return place[start : start + count].view(torch.int8)
+
+
+@dataclass(frozen=True, repr=False)
+class _Int4(_Integer):
+    name = "int4"
+    levels = 7.0
+    block: int = 64
+    stochastic: bool = False
+    seed: int = 0
+
+    def code_bytes(self, numel: int) -> int:
+        return -(-numel // 2)
+
+    def write(self, place: Tensor, start: int, codes: Tensor) -> None:
+        packed = pack_nibbles(codes)
+        place[start // 2 : start // 2 + packed.numel()] = packed
+
+    def read(self, place: Tensor, start: int, count: int) -> Tensor:
+        return unpack_nibbles(place[start // 2 : start // 2 + -(-count // 2)], count)
+
+
+@dataclass(frozen=True, repr=False)
+class _Fp8(_Scaled):
+    name = "fp8"
+    levels = 448.0
+    block: int = 256
+
+    def quantiser(self, key: Key, device: torch.device) -> Callable[[Tensor], Tensor]:
+        return lambda numbers: numbers.to(torch.float8_e4m3fn)
+
+    def write(self, place: Tensor, start: int, codes: Tensor) -> None:
+        place[start : start + codes.numel()] = codes.view(torch.uint8)
+
+    def read(self, place: Tensor, start: int, count: int) -> Tensor:
+        return place[start : start + count].view(torch.float8_e4m3fn)
+
+
+def _groups(numel: int, block: int) -> list[range]:
+    """Consecutive ranges of blocks, each about as much as stays in cache, even in number so that nibbles pair up."""
+    blocks = -(-numel // block)
+    step = max(2, BLOCK // block // 2 * 2)
+    return [range(start, min(start + step, blocks)) for start in range(0, blocks, step)]
+
+
+def _padded(row: Tensor, block: int) -> Tensor:
+    """`row` as a matrix with `block` columns, the last row filled up with zeros."""
+    short = -row.numel() % block
+    return (torch.nn.functional.pad(row, (0, short)) if short else row).view(-1, block)

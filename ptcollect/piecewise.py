@@ -1,0 +1,108 @@
+"""`piecewise`: one pipeline after another, by step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+from ptcollect.comm import Comm
+from ptcollect.errors import PipelineError
+from ptcollect.pipeline import Pipeline
+from ptcollect.state import State, joined, part
+from ptcollect.tree import Leaves
+from ptcollect.value import refuse_tree, whole_number
+
+
+def piecewise(pieces: Mapping[int, Pipeline]) -> Pipeline:
+    r"""Run the pipeline whose first step has come last: a dense warm-up, or ever sparser compression.
+
+    .. math:: y_t = \text{pipeline}_{\max \{ s : s \le t \}}(x_t)
+
+    with t the state's step count, the same on all ranks. State of a piece that has not begun is what `init` made; when a
+    piece begins, residuals of the piece before it move over where both keep one for a path, so nothing is lost.
+
+    Args:
+        pieces: first step -> pipeline; one of them 0.
+
+    Returns:
+        A stateful Pipeline.
+
+    Raises:
+        PipelineError: no piece begins at step 0, a key is no step, or a value no pipeline.
+
+    Source: Lin et al. 2018, Deep gradient compression, section 3.3 (warm-up with falling ratios).
+
+    >>> import torch, ptcollect as pc
+    >>> sync = pc.piecewise({0: pc.ring_reduce(), 1: pc.chain(pc.compress("bf16"), pc.ring_reduce())})
+    >>> first = pc.simulate(sync, [torch.ones(4)] * 2)
+    >>> first.bytes, pc.simulate(sync, [torch.ones(4)] * 2, first.states).bytes
+    ([16, 16], [8, 8])
+    """
+    refuse_tree("piecewise", "pieces", pieces)
+    checked = dict[Any, Any](pieces)
+    if 0 not in checked:
+        raise PipelineError(f"piecewise(pieces): expected {{0: pipeline, step: pipeline, ...}}, got {pieces!r}")
+    for step, pipeline in checked.items():
+        whole_number("piecewise: a first step", step, least=0)
+        if not isinstance(pipeline, Pipeline):
+            raise PipelineError(
+                f"piecewise: at step {step} expected a pipeline, got {pipeline!r}; a transform needs a reducer"
+            )
+    return Piecewise(tuple(sorted(pieces.items())))
+
+
+@dataclass(frozen=True, repr=False)
+class Piecewise(Pipeline):
+    """See `piecewise`."""
+
+    pieces: tuple[tuple[int, Pipeline], ...]
+
+    def __repr__(self) -> str:
+        return f"piecewise({{{', '.join(f'{step}: {pipeline!r}' for step, pipeline in self.pieces)}}})"
+
+    def children(self) -> tuple[Pipeline, ...]:
+        return tuple(pipeline for _, pipeline in self.pieces)
+
+    @property
+    def consensus(self) -> bool:
+        return all(child.consensus for child in self.children())
+
+    @property
+    def fresh(self) -> bool:
+        return all(child.fresh for child in self.children())
+
+    @property
+    def uses_step(self) -> bool:
+        return True
+
+    def begin(self, params: Leaves) -> State:
+        return joined(self.state_names, [child.begin(params) for child in self.children()])
+
+    async def apply(self, tree: Leaves, state: State, comm: Comm) -> tuple[Leaves, State]:
+        stops = list(accumulate(len(child.state_names) for child in self.children()))
+        states = [part(state, self.state_names, start, stop) for start, stop in zip([0, *stops], stops, strict=False)]
+        now = max(i for i, (first, _) in enumerate(self.pieces) if first <= comm.step)
+        if now > 0 and self.pieces[now][0] == comm.step:
+            states[now - 1], states[now] = _moved(states[now - 1], states[now])
+        out, states[now] = await self.pieces[now][1].apply(tree, states[now], comm)
+        return out, joined(self.state_names, states)
+
+
+def _moved(before: State, after: State) -> tuple[State, State]:
+    """The two states with the residuals of `before` moved into `after` where both have one for a path."""
+    old: dict[str, Any] = {stage: own for stage, own in before.items() if "residual" in own}
+    new: dict[str, Any] = {stage: own for stage, own in after.items() if "residual" in own}
+    for stage, own in old.items():
+        if stage not in new:
+            continue
+        here, there = dict(own["residual"]), dict(new[stage]["residual"])
+        for path in here.keys() & there.keys():
+            there[path] = there[path] + here[path]
+            here[path] = here[path] * 0
+        before, after = (
+            {**before, stage: {**own, "residual": here}},
+            {**after, stage: {**new[stage], "residual": there}},
+        )
+    return before, after
