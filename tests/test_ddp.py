@@ -33,7 +33,6 @@ import oracle
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import PACKAGE, TESTS, Launch, together
 from tables import PIPELINES, Row
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -86,12 +85,31 @@ def collector() -> tuple[dict[str, Check], Callable[..., Any]]:
     return checks, check
 
 
-def launch(module: str, n: int, names: Sequence[str], *, bound: float = 100.0, **environment: str) -> Launch:
+@dataclass(frozen=True)
+class Ended:
+    """What became of the checks on each rank."""
+
+    outcomes: list[dict[str, str]]
+    """By rank: name of the check -> "" or the traceback."""
+    exit_codes: list[int | None]
+    """None: killed here, after too long."""
+    output: list[str]
+
+    def report(self, name: str) -> str:
+        """What went wrong with a check, on all ranks; "" if nothing did."""
+        troubles = {
+            rank: outcomes.get(name, f"never ended the check: exit code {self.exit_codes[rank]}\n{self.output[rank]}")
+            for rank, outcomes in enumerate(self.outcomes)
+        }
+        return "\n".join(f"--- rank {rank}\n{trouble}" for rank, trouble in troubles.items() if trouble)
+
+
+def launch(module: str, n: int, names: Sequence[str], *, bound: float = 100.0, **environment: str) -> Ended:
     """Run checks of `module` on `n` ranks, each in a world of its own, and wait for at most `bound` seconds."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     environment = {
         **os.environ,
-        "PYTHONPATH": os.pathsep.join([str(PACKAGE), str(TESTS)]),
+        "PYTHONPATH": os.pathsep.join([str(Path(pc.__file__).parents[1]), str(Path(__file__).parent)]),
         "GLOO_SOCKET_IFNAME": "lo",
         "OMP_NUM_THREADS": "1",
         "TORCH_CPP_LOG_LEVEL": "ERROR",  # DDP's advice on find_unused_parameters and create_graph
@@ -133,7 +151,7 @@ def launch(module: str, n: int, names: Sequence[str], *, bound: float = 100.0, *
             dict(json.loads(line) for line in lines.read_text().splitlines()) if lines.exists() else {}
             for lines, _ in files
         ]
-        return Launch(outcomes, exit_codes, [text.read_text()[-4000:] for _, text in files])
+        return Ended(outcomes, exit_codes, [text.read_text()[-4000:] for _, text in files])
 
 
 def work(module: str, rank: str, n: str, port: str, out: str, *names: str) -> None:
@@ -157,11 +175,13 @@ def work(module: str, rank: str, n: str, port: str, out: str, *names: str) -> No
             trouble = traceback.format_exc()
         with Path(out).open("a") as lines:
             lines.write(json.dumps([name, trouble]) + "\n")
-        together(store, name, int(n))  # nobody leaves a group in which others still work
+        store.add(f"{name}/ended", 1)  # nobody leaves a group in which others still work
+        while store.add(f"{name}/ended", 0) < int(n):
+            time.sleep(0.002)
         dist.destroy_process_group()
 
 
-def outcomes(module: str, n: int, request: pytest.FixtureRequest) -> Launch:
+def outcomes(module: str, n: int, request: pytest.FixtureRequest) -> Ended:
     """What became of the checks on `n` ranks; launches once, and only what the session selected."""
     chosen = [
         item.callspec.params["name"]
@@ -176,7 +196,7 @@ def outcomes(module: str, n: int, request: pytest.FixtureRequest) -> Launch:
 
 
 @functools.cache
-def _launched(module: str, n: int, names: tuple[str, ...]) -> Launch:
+def _launched(module: str, n: int, names: tuple[str, ...]) -> Ended:
     return launch(module, n, names)
 
 
