@@ -157,7 +157,8 @@ class Comm:
             names = ", ".join(repr(name) for name in self.axes if name is not None)
             if axis is None:
                 raise PipelineError(
-                    f"{stage}: the group is a mesh with the dims {names}; say which: {stage}(axis={names.split(',')[0]})"
+                    f"{stage}: the group is a mesh with the dims {names}; say which: "
+                    f"{stage}(axis={names.split(',')[0]})"
                 )
             known = f"its dims are {names}" if names else "it has one unnamed dim; leave axis out"
             raise PipelineError(f"{stage}: the group has no dim {axis!r}; {known}")
@@ -194,7 +195,8 @@ class Comm:
         """Pack `x` (flat, accumulation dtype) for the wire, and book what the codec dropped.
 
         Args:
-            x: the numbers to send; they may be sent from where they are, so leave them alone until the exchange is done.
+            x: the numbers to send; they may be sent from where they are, so leave them alone until the exchange is
+                done.
             at: position of ``x[0]`` in the leaf, in numbers.
             scale: what the numbers are, in units of this rank's input: 1 for a sum of inputs, 1/n for a mean of n.
         """
@@ -203,8 +205,8 @@ class Comm:
         self._hop += 1
         if data.dtype != torch.uint8 or data.numel() != codec.wire_bytes(x.numel()):
             raise PipelineError(
-                f"codec {codec!r} packed {x.numel()} numbers of leaf {self.leaf!r} into {data.numel()} x {data.dtype}; its "
-                f"wire_bytes promises {codec.wire_bytes(x.numel())} x torch.uint8"
+                f"codec {codec!r} packed {x.numel()} numbers of leaf {self.leaf!r} into {data.numel()} x {data.dtype}; "
+                f"its wire_bytes promises {codec.wire_bytes(x.numel())} x torch.uint8"
             )
         if self.residuals is not None and self.leaf in self.residuals:
             kept = codec.decode(data, x.numel(), self.dtype)

@@ -365,7 +365,7 @@ def _reason(error: BaseException) -> str:
 
 
 def _first_line(error: Exception) -> str:
-    """What the network said, without source positions and advice: ``[.../pair.cc:553] Connection closed by peer [...]: ...``."""
+    """What the network said, without gloo's source positions and advice."""
     text = str(error).splitlines()[0] if str(error) else type(error).__name__
     return re.sub(r"^\[\S*\] ", "", text).split(". This is typically")[0]
 

@@ -1,8 +1,8 @@
 """Runs one rank's coroutines: which one goes next, and in which order requests are made.
 
-`drive` is a generator, so it knows neither sockets nor clocks. It posts requests through the `post` it is given and yields
-the handle it must wait for: always the oldest. The order in which requests are posted is therefore a function of the program
-alone, never of timing, which is what NCCL demands and gloo forgives until it deadlocks.
+`drive` is a generator, so it knows neither sockets nor clocks. It posts requests through the `post` it is given and
+yields the handle it must wait for: always the oldest. The order in which requests are posted is therefore a function of
+the program alone, never of timing, which is what NCCL demands and gloo forgives until it deadlocks.
 """
 
 from __future__ import annotations

@@ -75,8 +75,8 @@ def simulate(
 
     Raises:
         ValueError: no trees, or lengths that do not fit together.
-        PipelineError: the ranks wait for each other in a circle (the message says who waits for whom in which round), or
-            a message is not as long as its receiver expects.
+        PipelineError: the ranks wait for each other in a circle (the message says who waits for whom in which round),
+            or a message is not as long as its receiver expects.
         PtcollectError: whatever the call raises on a real rank; the first rank's that is not about another's failure.
 
     >>> import torch, ptcollect as pc
@@ -261,8 +261,8 @@ class _WaitingForMail(_Waiting):
             data = self.network.mail[self.boxes[peer]].popleft().data if size else torch.empty(0, dtype=torch.uint8)
             if data.numel() != size:
                 raise PipelineError(
-                    f"rank {peer} sent {data.numel()} bytes where {size} bytes ({numel} numbers) are expected {self._where()}; "
-                    "both sides must compute the same size"
+                    f"rank {peer} sent {data.numel()} bytes where {size} bytes ({numel} numbers) are expected "
+                    f"{self._where()}; both sides must compute the same size"
                 )
             if peer in self.places:
                 data = self.places[peer].copy_(data)
