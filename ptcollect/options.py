@@ -13,7 +13,7 @@ from typing_extensions import TypedDict
 
 
 class RunOptions(TypedDict, total=False):
-    """Options of ``pipeline(tree, **options)``, `update`, `start` and the adapters; the same on all ranks, save `weight`.
+    """Options of ``pipeline(tree, **options)``, `update`, `start` and adapters; the same on all ranks but `weight`.
 
     >>> import torch, ptcollect as pc
     >>> pc.scale(2.0)(torch.ones(1), donate=True)

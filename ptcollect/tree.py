@@ -93,8 +93,8 @@ def _structure(spec: optree.PyTreeSpec) -> Structure:
     for before, after in itertools.pairwise(order):
         if names[before] == names[after]:
             raise ValueError(
-                f"two leaves of the tree have the same path {names[after]!r} (a key with a dot in it beside a nested key, "
-                "or the keys 1 and '1'); rename one: state and messages are kept by path"
+                f"two leaves of the tree have the same path {names[after]!r} (a key with a dot in it beside a nested "
+                "key, or the keys 1 and '1'); rename one: state and messages are kept by path"
             )
     return Structure(spec, tuple(names[i] for i in order), tuple(order))
 

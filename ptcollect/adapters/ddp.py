@@ -163,8 +163,8 @@ class DDPHook:
             name = f"{bucket.index()}.{i}" if self._names is None else self._names.get(param)
             if name is None:
                 raise PipelineError(
-                    f"{self!r}: DDP delivered a parameter of shape {tuple(param.shape)} that the module it was made for "
-                    "does not have; pass the module inside this DDP"
+                    f"{self!r}: DDP delivered a parameter of shape {tuple(param.shape)} that the module it was made "
+                    "for does not have; pass the module inside this DDP"
                 )
             gradients[name] = gradient
         return gradients
@@ -215,7 +215,7 @@ def _at_end_of_backward(function: Any) -> None:
 
 
 def _raise_after_backward(error: Exception) -> None:
-    """Raise `error` out of ``backward()`` after DDP has finished its own step; raised earlier it breaks the next one."""
+    """Raise `error` out of ``backward()`` after DDP has finished its own step; earlier it breaks the next one."""
     if torch._C._current_graph_task_id() == -1:
         raise error
 
