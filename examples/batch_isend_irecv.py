@@ -24,8 +24,8 @@ async def recursive_doubling_avg(x: Tensor, comm: pc.Comm) -> Tensor:
     core = 1 << n.bit_length() - 1
     beyond = rank ^ core  # the partner on the other side of `core`, if there is one
 
-    # Awaiting `comm.exchange` is one `torch.distributed.batch_isend_irecv` and the waits for it: every send and receive
-    # of the round is posted together, so no order of ranks can deadlock.
+    # Awaiting `comm.exchange` does what a `torch.distributed.batch_isend_irecv` and the waits for it do: all sends and
+    # receives of a round are posted together, so no order of ranks can deadlock.
     if rank >= core:
         await comm.exchange(send={beyond: comm.encode(x)}, recv={})
         received = await comm.exchange(send={}, recv={beyond: x.numel()})

@@ -13,6 +13,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from multiprocessing import parent_process
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +57,10 @@ def launch(main: Callable[..., None], *args: Any, ranks: int = 2, timeout: float
 def _started(rank: int, ranks: int, meeting_point: Path, main: Callable[..., None], args: tuple[Any, ...]) -> None:
     # A wait inside gloo never returns to the interpreter, so only the default action lets Ctrl-C end a rank at once.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+    # Linux sends that signal too when the parent dies; this is for a parent that died before it was asked to.
+    parent = parent_process()
+    if parent is None or not parent.is_alive():
+        raise SystemExit("the process that started this rank is gone")
     loopback = next((name for _, name in socket.if_nameindex() if name.startswith("lo")), None)
     if loopback is not None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)  # the host's name may not resolve

@@ -1,9 +1,10 @@
 """Agreement before traffic: no rank sends a tensor before all ranks know that they brought the same call.
 
 Each rank has a fixed-size record: a digest of all that must be equal, and a flag. Records go round by dissemination, in
-ceil(log2 n) rounds of one send and one receive: in round k a rank hears from the rank 2**k to its left, compares digests,
-and passes on whether it has seen a difference. After round k it has covered the 2**(k+1) ranks up to itself, so at the end
-every rank knows whether all agree. Only if they do not, the ranks exchange full descriptions and all raise the same error.
+ceil(log2 n) rounds of one send and one receive: in round k a rank hears from the rank 2**k to its left, compares
+digests, and passes on whether it has seen a difference. After round k it has covered the 2**(k+1) ranks up to itself,
+so at the end every rank knows whether all agree. Only if they do not, the ranks exchange full descriptions and all
+raise the same error.
 
 Source: Hensgen, Finkel and Manber 1988, Two algorithms for barrier synchronization, section 3.
 """
@@ -13,6 +14,7 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 
 import torch
@@ -72,6 +74,9 @@ async def agree(digest: bytes, describe: Callable[[], Description], comm: Comm) 
             for text in lists
             for each in json.loads(text)
         ]
+    for axis in comm.axes:  # a rank closes its connections after this, so first let everybody hear everything
+        with suppress(PeerLostError):
+            await _disseminate(digest, True, comm.on_axis(axis, "agreement"))
     return described
 
 
@@ -154,8 +159,8 @@ def settle(described: Sequence[Description], mine: Description) -> dict[str, tup
         if odd is not None:
             shown = "pipeline" if key == "identity" else key
             raise TreeMismatchError(
-                f"ranks brought different {what}: {first.place} has {getattr(first, shown)}, {odd.place} has {getattr(odd, shown)}; "
-                "every rank must make the same call in the same order"
+                f"ranks brought different {what}: {first.place} has {getattr(first, shown)}, "
+                f"{odd.place} has {getattr(odd, shown)}; every rank must make the same call in the same order"
             )
     return _missing_leaves(described, mine)
 
@@ -174,8 +179,8 @@ def _missing_leaves(described: Sequence[Description], mine: Description) -> dict
             if path not in table:
                 other = next(other for other, found in zip(described, tables, strict=True) if path in found)
                 raise TreeMismatchError(
-                    f"leaf {path!r}: {other.place} has {_show(tables[described.index(other)][path])}, {each.place} has no such leaf; "
-                    "every rank must pass the same structure"
+                    f"leaf {path!r}: {other.place} has {_show(tables[described.index(other)][path])}, "
+                    f"{each.place} has no such leaf; every rank must pass the same structure"
                 )
         for each, (shape, dtype) in present:
             first, expected = present[0]
@@ -188,7 +193,8 @@ def _missing_leaves(described: Sequence[Description], mine: Description) -> dict
             if mine.missing != "zeros":
                 lacks = next(each for each, table in zip(described, tables, strict=True) if table[path][0] is None)
                 raise TreeMismatchError(
-                    f"leaf {path!r} is None (no gradient) on {lacks.place} and {_show(present[0][1])} on {present[0][0].place}; "
+                    f"leaf {path!r} is None (no gradient) on {lacks.place} and "
+                    f"{_show(present[0][1])} on {present[0][0].place}; "
                     'pass missing="zeros" to count a missing gradient as zeros'
                 )
             if path not in mine_has:

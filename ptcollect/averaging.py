@@ -1,8 +1,8 @@
 """The arithmetic of a mean over ranks: sums that cannot overflow on the way, and the rule for integers.
 
-A partial sum of k ranks is kept times ``partial_scale(k)`` = 2**-ceil(log2 k). A power of two costs no rounding (save for
-subnormals), and the scaled sum never exceeds the largest input, so a mean that fits the dtype never overflows on the way;
-dividing each input by n before the sum instead would lose small values, and dividing after it would overflow.
+A partial sum of k ranks is kept times ``partial_scale(k)`` = 2**-ceil(log2 k). A power of two costs no rounding (save
+for subnormals), and the scaled sum never exceeds the largest input, so a mean that fits the dtype never overflows on
+the way; dividing each input by n before the sum instead would lose small values, and dividing after it would overflow.
 """
 
 from __future__ import annotations

@@ -21,9 +21,10 @@ def chain(*stages: Pipeline | Transform) -> Pipeline: ...
 def chain(*stages: Pipeline | Transform) -> Pipeline | Transform:
     """Compose stages, read from the left.
 
-    Each transform wraps everything up to and including the next reducer and is undone, innermost first, when that returns;
-    what follows sees the whole tree again. So ``chain(bucketize(), compress("bf16"), ring_reduce(), clip_by_global_norm(1.0))``
-    clips the averaged gradient. ``chain(T, chain(P, Q))`` flattens, so T wraps P; ``T(chain(P, Q))`` wraps both.
+    Each transform wraps everything up to and including the next reducer and is undone, innermost first, when that
+    returns; what follows sees the whole tree again. So ``chain(bucketize(), compress("bf16"), ring_reduce(),
+    clip_by_global_norm(1.0))`` clips the averaged gradient. ``chain(T, chain(P, Q))`` flattens, so T wraps P;
+    ``T(chain(P, Q))`` wraps both.
 
     Args:
         *stages: pipelines and transforms; none at all is the identity.

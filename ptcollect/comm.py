@@ -53,6 +53,8 @@ class Request(Generic[T]):
     axis: str | None
     leaf: str
     stage: str
+    salt: int
+    """Part of its messages' tags, so that different calls never take each other's messages; 0: the agreement's."""
     outstanding: list[Request[Any]] = field(repr=False)
 
     def __post_init__(self) -> None:
@@ -130,6 +132,7 @@ class Comm:
         """The dtype in which an enclosing `compress` wants this leaf summed natively; ``None``: as it is."""
         self.owned = False
         """Whether the tensors handed down belong to the pipeline, which may then overwrite them."""
+        self.salt = 0
         self.stage = ""
         self.leaf = ""
         self.dtype = torch.float32
@@ -157,7 +160,8 @@ class Comm:
             names = ", ".join(repr(name) for name in self.axes if name is not None)
             if axis is None:
                 raise PipelineError(
-                    f"{stage}: the group is a mesh with the dims {names}; say which: {stage}(axis={names.split(',')[0]})"
+                    f"{stage}: the group is a mesh with the dims {names}; say which: "
+                    f"{stage}(axis={names.split(',')[0]})"
                 )
             known = f"its dims are {names}" if names else "it has one unnamed dim; leave axis out"
             raise PipelineError(f"{stage}: the group has no dim {axis!r}; {known}")
@@ -194,7 +198,8 @@ class Comm:
         """Pack `x` (flat, accumulation dtype) for the wire, and book what the codec dropped.
 
         Args:
-            x: the numbers to send; they may be sent from where they are, so leave them alone until the exchange is done.
+            x: the numbers to send; they may be sent from where they are, so leave them alone until the exchange is
+                done.
             at: position of ``x[0]`` in the leaf, in numbers.
             scale: what the numbers are, in units of this rank's input: 1 for a sum of inputs, 1/n for a mean of n.
         """
@@ -203,8 +208,8 @@ class Comm:
         self._hop += 1
         if data.dtype != torch.uint8 or data.numel() != codec.wire_bytes(x.numel()):
             raise PipelineError(
-                f"codec {codec!r} packed {x.numel()} numbers of leaf {self.leaf!r} into {data.numel()} x {data.dtype}; its "
-                f"wire_bytes promises {codec.wire_bytes(x.numel())} x torch.uint8"
+                f"codec {codec!r} packed {x.numel()} numbers of leaf {self.leaf!r} into {data.numel()} x {data.dtype}; "
+                f"its wire_bytes promises {codec.wire_bytes(x.numel())} x torch.uint8"
             )
         if self.residuals is not None and self.leaf in self.residuals:
             kept = codec.decode(data, x.numel(), self.dtype)
@@ -283,8 +288,8 @@ class Comm:
             raise PipelineError(f"{self.stage or 'a transform'} used the codec of a comm that is not for one leaf")
         return self.codec
 
-    def _about(self) -> tuple[tuple[str, int, str], str | None, str, str, list[Request[Any]]]:
-        return _caller(), self.axis, self.leaf, self.stage, self._outstanding
+    def _about(self) -> tuple[tuple[str, int, str], str | None, str, str, int, list[Request[Any]]]:
+        return _caller(), self.axis, self.leaf, self.stage, self.salt, self._outstanding
 
 
 def _shown(place: tuple[str, int, str]) -> str:

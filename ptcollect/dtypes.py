@@ -82,7 +82,7 @@ def joined_flat(leaves: list[Tensor]) -> Tensor:
 
 
 def split_flat(flat: Tensor, like: list[Tensor]) -> list[Tensor]:
-    """`flat`, made by `joined_flat`, as tensors of the shapes, dtypes and strides of `like`; views where they can be."""
+    """`flat`, made by `joined_flat`, as tensors of `like`'s shapes, dtypes and strides; views where they can be."""
     if like[0].is_complex():
         rows = torch.split(flat, [flat_numel(leaf) for leaf in like])
         return [from_flat(row, leaf) for row, leaf in zip(rows, like, strict=True)]
@@ -124,7 +124,7 @@ def fresh_copy(leaf: Tensor) -> Tensor:
 
 
 def with_strides(value: Tensor, like: Tensor) -> Tensor:
-    """Copy `value` into a fresh tensor with `like`'s strides; `value` itself where separate elements cannot have them."""
+    """Copy `value` to fresh storage with `like`'s strides; `value` itself where separate elements cannot have them."""
     if value.numel() <= 1 or not _may_repeat(like):
         out = torch.empty_strided(like.shape, like.stride(), dtype=value.dtype, device=value.device)
         return out.copy_(value) if _elements_are_apart(like) else value

@@ -18,7 +18,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 
 from ptcollect.call import Place, call
 from ptcollect.comm import AllReduce, Axis, Exchange, Packet, Request
@@ -27,7 +26,7 @@ from ptcollect.options import Options
 from ptcollect.pending import Pending
 from ptcollect.pipeline import Pipeline
 from ptcollect.process_groups import Members, PrivateGroup, exists, members_of
-from ptcollect.schedule import Task, drive
+from ptcollect.schedule import Task, drive, message_tag
 from ptcollect.state import State
 from ptcollect.traffic import count
 
@@ -53,7 +52,7 @@ def _lane(pipeline: Pipeline, options: Options) -> Lane:
     if not pipeline.communicates and options.weight is None:
         return _alone
     dims = members_of(options.group)
-    key = options.group if isinstance(options.group, DeviceMesh) and len(dims) > 1 else dims[0].group
+    key = tuple((members.axis, members.group) for members in dims)
     with _lanes_lock:
         if key not in _lanes:
             _forget_destroyed_groups()
@@ -141,14 +140,16 @@ class Lane:
         """Run the call's program; on a failure that peers cannot know of, tell them and drop the private groups."""
         self.calls += 1
         while True:
-            self.place.unanimous = None
+            self.place.forget_errors()
             try:
                 with torch.no_grad():
                     return self._drive(pipeline, tree, state, options)
             except _EarlierFailureError:
                 self._drop("an earlier call failed")  # known by now to all; this call can still be made, on a new group
             except BaseException as error:
-                if error is not self.place.unanimous:
+                if error is self.place.unanimous:
+                    self.close()  # no peer waits for word of it, but data may be under way
+                else:
                     self.place.last_failed = True
                     self._drop(_reason(error))
                 raise
@@ -187,7 +188,7 @@ class Lane:
             return PeerLostError(
                 f"{text}; that rank may have exited, been killed, or been silent for longer than the timeout"
             )
-        if note.call < self.calls and isinstance(request, Exchange) and request.control:
+        if note.call < self.calls and not request.salt:  # while agreeing
             return _EarlierFailureError()
         return PeerLostError(f"{note.who} failed: {note.why} ({text})")
 
@@ -225,7 +226,7 @@ class _Posted:
         self.members = members
         self.request = request
         self.round = task.round
-        self.tag = task.tag
+        self.tag = message_tag(request, task)
         self.pending: list[tuple[str, int, int, Any]] = []  # what it is, its bytes, the peer (-1: all), its Work
         self.buffers: dict[int, Tensor] = {}
         self.sent: list[Tensor] = []
@@ -365,7 +366,7 @@ def _reason(error: BaseException) -> str:
 
 
 def _first_line(error: Exception) -> str:
-    """What the network said, without source positions and advice: ``[.../pair.cc:553] Connection closed by peer [...]: ...``."""
+    """What the network said, without gloo's source positions and advice."""
     text = str(error).splitlines()[0] if str(error) else type(error).__name__
     return re.sub(r"^\[\S*\] ", "", text).split(". This is typically")[0]
 

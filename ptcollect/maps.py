@@ -203,8 +203,8 @@ class _Stateless(Pipeline):
         for path, leaf in result.items():
             if leaf.shape != tree[path].shape or leaf.dtype != tree[path].dtype:
                 raise PipelineError(
-                    f"{self!r} ({self.where}) changed leaf {path!r}: went in {tuple(tree[path].shape)} {tree[path].dtype}, "
-                    f"came out {tuple(leaf.shape)} {leaf.dtype}"
+                    f"{self!r} ({self.where}) changed leaf {path!r}: went in {tuple(tree[path].shape)} "
+                    f"{tree[path].dtype}, came out {tuple(leaf.shape)} {leaf.dtype}"
                 )
         return result, state
 

@@ -13,7 +13,7 @@ from typing_extensions import TypedDict
 
 
 class RunOptions(TypedDict, total=False):
-    """Options of ``pipeline(tree, **options)``, `update`, `start` and the adapters; the same on every rank, save `weight`.
+    """Options of ``pipeline(tree, **options)``, `update`, `start` and adapters; the same on all ranks but `weight`.
 
     >>> import torch, ptcollect as pc
     >>> pc.scale(2.0)(torch.ones(1), donate=True)
@@ -21,16 +21,16 @@ class RunOptions(TypedDict, total=False):
     """
 
     group: dist.ProcessGroup | DeviceMesh | None
-    """Whom to synchronise with: a process group, a DeviceMesh (reducers choose a dim by ``axis=``), or None: all ranks."""
+    """Whom to synchronise with: a process group, a DeviceMesh (reducers choose its dim by ``axis=``); None: all."""
     weight: float | None
-    """This rank's tree is a mean over that many samples: the result is the mean over all samples. None: equal weights."""
+    """This rank's tree is a mean over that many samples; the result is the mean over all. None: equal weights."""
     missing: Literal["error", "zeros"]
-    """What a ``None`` leaf is where other ranks have a tensor: an error (default), or zeros. None on all ranks stays None."""
+    """A ``None`` leaf where other ranks have a tensor: an error (default), or zeros. None on all ranks stays None."""
     check: Literal["every_step", "first", "off"]
-    """When ranks compare trees, pipelines, steps and options before traffic: at every call (default), at a pipeline's first
-    call on the group, or never. Without it a mismatch can abort the process."""
+    """When ranks compare trees, pipelines, steps and options before traffic: at every call (default), at a pipeline's
+    first call on the group, or never. Without it a mismatch can abort the process."""
     donate: bool
-    """The tree may be overwritten and returned: saves memory and a copy. False by default: the tree is left unchanged."""
+    """The tree may be overwritten and returned, which saves memory and a copy. Default False: it is left unchanged."""
 
 
 @dataclass(frozen=True)

@@ -67,7 +67,7 @@ class Pipeline(Value):
 
     @property
     def leafwise(self) -> bool:
-        """Whether what becomes of a leaf depends on that leaf alone, so that a part of the tree can be treated by itself."""
+        """Whether what becomes of a leaf depends on that leaf alone, so that parts of a tree can be treated apart."""
         return False
 
     @property
@@ -200,11 +200,11 @@ class Pipeline(Value):
 
 
 class Transform(Value):
-    """A function from pipelines to pipelines, such as `bucketize` or `compress`: treats what goes in and what comes out.
+    """A function from pipelines to pipelines, such as `bucketize`: treats what goes in and what comes out.
 
     Subclass as a frozen dataclass. `update` awaits ``inner.apply(tree, inner_state, comm)``, where trees are flat dicts
-    from path to tensor, and may do anything before and after. A transform with state of its own sets ``stateful = True``
-    and keeps the state of the pipeline inside under ``"inner"``:
+    from path to tensor, and may do anything before and after. A transform with state of its own sets ``stateful =
+    True`` and keeps the state of the pipeline inside under ``"inner"``:
 
     >>> import torch, ptcollect as pc
     >>> from dataclasses import dataclass
@@ -242,8 +242,8 @@ class Transform(Value):
     goes_outside_error_feedback: ClassVar[bool] = False
     """Whether `error_feedback` refuses to wrap it."""
     manages_ownership: ClassVar[bool] = False
-    """Whether it minds ``comm.owned``: the pipeline inside may overwrite tensors only where that is set. Where a transform
-    does not say so, the pipeline inside always copies."""
+    """Whether it minds ``comm.owned``: the pipeline inside may overwrite tensors only where that is set. Where a
+    transform does not say so, the pipeline inside always copies."""
 
     def init(self, inner: Pipeline, params: Leaves) -> State:
         """Own first state, with that of `inner` under ``"inner"``."""
@@ -331,7 +331,8 @@ class Wrapped(Pipeline):
         was, now = before.get(path), after.get(path)
         if was is None or now is None or was.shape != now.shape or was.dtype != now.dtype:
             raise PipelineError(
-                f"{self._line()} must return what it was given: leaf {path!r} went in as {_kind(was)}, came out as {_kind(now)}"
+                f"{self._line()} must return what it was given: leaf {path!r} went in as {_kind(was)}, "
+                f"came out as {_kind(now)}"
             )
 
     def _line(self) -> str:

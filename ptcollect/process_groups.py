@@ -1,9 +1,9 @@
-"""The user's groups, and the private ones beside them. Everything that touches torch.distributed's less public names is here.
+"""The user's groups, and the private ones beside them; everything that touches less public names of torch is here.
 
 The engine talks over a group of its own, made by the members of the user's group when it is first needed. It can be
-dropped when something fails: the peers' transfers then fail at once instead of waiting for a timeout, the user's own group
-stays whole, and the next call makes another. A gloo group is built directly on the store, because `dist.new_group` wants
-all ranks of the world to come, or all members to have made the same groups before.
+dropped when something fails: the peers' transfers then fail at once instead of waiting for a timeout, the user's own
+group stays whole, and the next call makes another. A gloo group is built directly on the store, because
+`dist.new_group` wants all ranks of the world to come, or all members to have made the same groups before.
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ def members_of(group: dist.ProcessGroup | DeviceMesh | None) -> list[Members]:
     if not dist.is_initialized():
         raise PipelineError(
             "no process group: torch.distributed is not initialised, so there is nobody to synchronise with; call "
-            "torch.distributed.init_process_group(...) first (under torchrun: with no arguments), or run n ranks in this "
-            "process with ptcollect.simulate(pipeline, trees)"
+            "torch.distributed.init_process_group(...) first (under torchrun: with no arguments), or run n ranks in "
+            "this process with ptcollect.simulate(pipeline, trees)"
         )
     return [_members(None, group or dist.distributed_c10d._get_default_group())]
 
@@ -130,7 +130,8 @@ class PrivateGroup:
         """Close every connection, so that peers fail at once, and let go."""
         gloo, self.gloo = self.gloo, None
         if gloo is not None and self.members.size > 1:
-            # A timed-out wait closes all pairs. Without it, dropping a group with a collective under way blocks till its timeout.
+            # A timed-out wait closes all pairs. Without it, dropping a group with a collective under way blocks till
+            # its timeout.
             other = (self.members.rank + 1) % self.members.size
             with suppress(RuntimeError):
                 gloo.recv([torch.empty(1, dtype=torch.uint8)], other, _UNUSED_TAG).wait(timedelta(milliseconds=1))

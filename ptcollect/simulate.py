@@ -16,7 +16,7 @@ from ptcollect.comm import AllReduce, Axis, Exchange, Packet, Request
 from ptcollect.errors import PeerLostError, PipelineError
 from ptcollect.options import Options
 from ptcollect.pipeline import Pipeline
-from ptcollect.schedule import Handle, Task, drive
+from ptcollect.schedule import Handle, Task, drive, message_tag
 from ptcollect.state import State
 from ptcollect.traffic import Traffic
 
@@ -75,8 +75,8 @@ def simulate(
 
     Raises:
         ValueError: no trees, or lengths that do not fit together.
-        PipelineError: the ranks wait for each other in a circle (the message says who waits for whom in which round), or
-            a message is not as long as its receiver expects.
+        PipelineError: the ranks wait for each other in a circle (the message says who waits for whom in which round),
+            or a message is not as long as its receiver expects.
         PtcollectError: whatever the call raises on a real rank; the first rank's that is not about another's failure.
 
     >>> import torch, ptcollect as pc
@@ -211,7 +211,9 @@ class _Rank:
         if isinstance(request, Exchange):
             for peer, packet in request.send.items():
                 if packet.data.numel():
-                    self.network.mail[row, me, peer, task.tag].append(Packet(packet.data.clone(), packet.numel))
+                    self.network.mail[row, me, peer, message_tag(request, task)].append(
+                        Packet(packet.data.clone(), packet.numel)
+                    )
             return _WaitingForMail(self.network, request, task, row, me)
         assert isinstance(request, AllReduce)  # noqa: S101  (the driver posts nothing else)
         number = self.started[row]
@@ -225,7 +227,6 @@ class _Waiting:
         self.network = network
         self.request = request
         self.round = task.round
-        self.tag = task.tag
 
     def ready(self) -> bool:
         raise NotImplementedError
@@ -246,7 +247,9 @@ class _WaitingForMail(_Waiting):
         super().__init__(network, request, task)
         self.receive = request.receive
         self.places = request.places
-        self.boxes = {peer: (row, peer, me, task.tag) for peer, (_, size) in request.receive.items() if size}
+        self.boxes = {
+            peer: (row, peer, me, message_tag(request, task)) for peer, (_, size) in request.receive.items() if size
+        }
 
     def ready(self) -> bool:
         return all(self.network.mail[box] for box in self.boxes.values())
@@ -261,8 +264,8 @@ class _WaitingForMail(_Waiting):
             data = self.network.mail[self.boxes[peer]].popleft().data if size else torch.empty(0, dtype=torch.uint8)
             if data.numel() != size:
                 raise PipelineError(
-                    f"rank {peer} sent {data.numel()} bytes where {size} bytes ({numel} numbers) are expected {self._where()}; "
-                    "both sides must compute the same size"
+                    f"rank {peer} sent {data.numel()} bytes where {size} bytes ({numel} numbers) are expected "
+                    f"{self._where()}; both sides must compute the same size"
                 )
             if peer in self.places:
                 data = self.places[peer].copy_(data)

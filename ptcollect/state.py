@@ -1,7 +1,8 @@
 """State is data: nested dicts with string keys, keyed by stage name at the top, flat by parameter path below.
 
-A pipeline's state is ``{"step": int, stage: {...}, ...}``; where a stage occurs twice the later one, reading from the left,
-gets the suffix ``_1``. A pipeline inside another sees the same layout without ``step`` and with its own numbering.
+A pipeline's state is ``{"step": int, stage: {...}, ...}``; where a stage occurs twice the later one, reading from the
+left, gets the suffix ``_1``. A pipeline inside another sees the same layout without ``step`` and with its own
+numbering.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from collections.abc import Sequence
 from typing import Any, TypeAlias
 
 State: TypeAlias = "dict[str, Any]"
-"""``{"step": int, stage name: {...}}``: strings, tensors and ints only, so `torch.save` and ``weights_only=True`` suffice."""
+"""``{"step": int, stage name: {...}}``: strings, tensors and ints only, so that ``weights_only=True`` loads it."""
 
 
 def numbered(names: Sequence[str]) -> list[str]:

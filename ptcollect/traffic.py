@@ -56,7 +56,8 @@ def traffic() -> Iterator[Traffic]:
     """Count everything that pipelines of this process send while the block runs, on any thread.
 
     Returns:
-        A context manager that gives a `Traffic`, whose numbers grow as calls are made. They equal those of `simulate` exactly.
+        A context manager that gives a `Traffic`, whose numbers grow as calls are made. They equal those of `simulate`
+        exactly.
 
     >>> import torch, ptcollect as pc
     >>> with pc.traffic() as t:

@@ -1,9 +1,9 @@
 """Trees of tensors behind one door: `flatten` to `{path: leaf}`, `Structure.unflatten` back.
 
-A tree is whatever optree understands: dicts, lists, tuples, NamedTuples, dataclasses registered with optree (globally or in
-the namespace ``"ptcollect"``), or one bare tensor. Leaves are tensors or ``None`` (a missing gradient). Everything inside a
-pipeline works on the flat form: a plain ``dict`` from dotted path to tensor, in *natural order* of the paths (``layers.2``
-before ``layers.10``), so that the order never depends on how a dict was filled.
+A tree is whatever optree understands: dicts, lists, tuples, NamedTuples, dataclasses registered with optree (globally
+or in the namespace ``"ptcollect"``), or one bare tensor. Leaves are tensors or ``None`` (a missing gradient).
+Everything inside a pipeline works on the flat form: a plain ``dict`` from dotted path to tensor, in *natural order* of
+the paths (``layers.2`` before ``layers.10``), so that the order never depends on how a dict was filled.
 """
 
 from __future__ import annotations
@@ -71,8 +71,8 @@ def refuse_empty(structure: Structure) -> None:
     """
     if not structure.paths:
         raise ValueError(
-            "the tree is empty: it has no leaves at all, so there is nothing to synchronise; pass the gradients, for example "
-            "{name: p.grad for name, p in module.named_parameters()} (leaves may be None)"
+            "the tree is empty: it has no leaves at all, so there is nothing to synchronise; pass the gradients, for "
+            "example {name: p.grad for name, p in module.named_parameters()} (leaves may be None)"
         )
 
 
@@ -93,8 +93,8 @@ def _structure(spec: optree.PyTreeSpec) -> Structure:
     for before, after in itertools.pairwise(order):
         if names[before] == names[after]:
             raise ValueError(
-                f"two leaves of the tree have the same path {names[after]!r} (a key with a dot in it beside a nested key, or "
-                "the keys 1 and '1'); rename one: state and messages are kept by path"
+                f"two leaves of the tree have the same path {names[after]!r} (a key with a dot in it beside a nested "
+                "key, or the keys 1 and '1'); rename one: state and messages are kept by path"
             )
     return Structure(spec, tuple(names[i] for i in order), tuple(order))
 

@@ -15,8 +15,8 @@ from ptcollect.errors import PipelineError
 class Value:
     """Base of every stage and codec: subclass as ``@dataclass(frozen=True, repr=False)``.
 
-    Gives a ``repr`` that is source code (the first field positional, defaults left out); dataclasses give the rest: ``==``,
-    ``hash``, pickling and deep copies.
+    Gives a ``repr`` that is source code (the first field positional, defaults left out); dataclasses give the rest:
+    ``==``, ``hash``, pickling and deep copies.
     """
 
     name: ClassVar[str] = ""
@@ -48,7 +48,7 @@ class Value:
 
 
 def canonical(value: Any) -> str:
-    """`value` as text that is equal in every process where it means the same: qualified names, never `repr` or `hash`."""
+    """`value` as text that is equal wherever it means the same: by qualified names, never `repr` or `hash`."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         kind = type(value)
         fields = (f"{f.name}={canonical(getattr(value, f.name))}" for f in dataclasses.fields(value) if f.compare)

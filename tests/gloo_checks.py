@@ -311,12 +311,14 @@ def subgroups_are_called_by_their_members_only(rank: int, n: int) -> None:
 
 
 @check(3, 4)
-def subgroups_work_whatever_groups_were_made_before(rank: int, n: int) -> None:
-    for pair in ([0, 1], [1, 2]):
-        if rank in pair:
-            group = dist.new_group(pair, use_local_synchronization=True)
-            works(2, group, pair.index(rank))
-            works(2, group, pair.index(rank))
+def subgroups_work_whatever_groups_were_used_before(rank: int, n: int) -> None:
+    pairs = [[left, left + 1] for left in range(n - 1)]
+    groups = [dist.new_group(pair) for pair in pairs]
+    for turn in (pairs, pairs[::-1]):
+        for pair in turn:
+            if rank in pair:
+                works(2, groups[pairs.index(pair)], pair.index(rank))
+    works(n)
 
 
 @check()

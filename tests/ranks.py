@@ -33,6 +33,8 @@ GROUP_TIMEOUT = timedelta(seconds=20)
 class Launch:
     """What became of the ranks."""
 
+    names: Sequence[str]
+    """The checks in order."""
     outcomes: list[dict[str, str]]
     """By rank: name of the check -> "" or the traceback."""
     exit_codes: list[int | None]
@@ -41,13 +43,17 @@ class Launch:
 
     def report(self, name: str) -> str:
         """What went wrong with a check, on all ranks; "" if nothing did."""
-        parts = []
-        for rank, outcomes in enumerate(self.outcomes):
-            never = f"it never ended the check; exit code {self.exit_codes[rank]}, output\n{self.output[rank]}"
-            trouble = outcomes.get(name, never)
-            if trouble:
-                parts.append(f"--- rank {rank}\n{trouble}")
-        return "\n".join(parts)
+        troubles = [(rank, self._trouble(name, rank)) for rank in range(len(self.outcomes))]
+        return "\n".join(f"--- rank {rank}\n{trouble}" for rank, trouble in troubles if trouble)
+
+    def _trouble(self, name: str, rank: int) -> str:
+        ended = self.outcomes[rank]
+        if name in ended:
+            return ended[name]
+        stuck = self.names[len(ended)]
+        if name != stuck:
+            return f"never came to this check: it ended, exit code {self.exit_codes[rank]}, in {stuck}"
+        return f"never ended the check: exit code {self.exit_codes[rank]}, output\n{self.output[rank]}"
 
 
 def launch(n: int, names: Sequence[str], *, bound: float, **environment: str) -> Launch:
@@ -82,7 +88,7 @@ def launch(n: int, names: Sequence[str], *, bound: float, **environment: str) ->
             dict(json.loads(line) for line in lines.read_text().splitlines()) if lines.exists() else {}
             for lines, _ in files
         ]
-        return Launch(outcomes, exit_codes, [text.read_text()[-4000:] for _, text in files])
+        return Launch(names, outcomes, exit_codes, [text.read_text()[-4000:] for _, text in files])
 
 
 # One rank -----------------------------------------------------------------------------------------------------------

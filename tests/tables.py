@@ -240,7 +240,6 @@ TREES: dict[str, Make] = {
     "named_tuple": lambda new: Pair(new.real(2, 2), new.real(2)),
     "ordered_dict": lambda new: OrderedDict([("z", new.real(3)), ("a", new.real(2))]),
     "dataclass": lambda new: Layer(new.real(3, 2), new.real(3)),
-    "no_leaves": lambda new: {},
     "all_missing": lambda new: {"a": None, "b": [None]},
     "requires_grad": lambda new: {"w": new.real(4).requires_grad_(), "b": torch.nn.Parameter(new.real(2))},
     "numel_1": lambda new: new.real(1),

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import faulthandler
 import functools
 import gc
 import importlib
@@ -33,7 +34,6 @@ import oracle
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import PACKAGE, TESTS, Launch, together
 from tables import PIPELINES, Row
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -86,15 +86,43 @@ def collector() -> tuple[dict[str, Check], Callable[..., Any]]:
     return checks, check
 
 
-def launch(module: str, n: int, names: Sequence[str], *, bound: float = 100.0, **environment: str) -> Launch:
+@dataclass(frozen=True)
+class Ended:
+    """What became of the checks on each rank."""
+
+    names: Sequence[str]
+    """The checks in order."""
+    outcomes: list[dict[str, str]]
+    """By rank: name of the check -> "" or the traceback."""
+    exit_codes: list[int | None]
+    """None: killed here, after too long."""
+    output: list[str]
+
+    def report(self, name: str) -> str:
+        """What went wrong with a check, on all ranks; "" if nothing did."""
+        troubles = {rank: self._trouble(name, rank) for rank in range(len(self.outcomes))}
+        return "\n".join(f"--- rank {rank}\n{trouble}" for rank, trouble in troubles.items() if trouble)
+
+    def _trouble(self, name: str, rank: int) -> str:
+        ended = self.outcomes[rank]
+        if name in ended:
+            return ended[name]
+        last = self.names[len(ended)]
+        if name != last:
+            return f"never came to this check: it ended in {last!r}"
+        return f"never ended the check: exit code {self.exit_codes[rank]}, output\n{self.output[rank]}"
+
+
+def launch(module: str, n: int, names: Sequence[str], *, bound: float = 100.0, **environment: str) -> Ended:
     """Run checks of `module` on `n` ranks, each in a world of its own, and wait for at most `bound` seconds."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     environment = {
         **os.environ,
-        "PYTHONPATH": os.pathsep.join([str(PACKAGE), str(TESTS)]),
+        "PYTHONPATH": os.pathsep.join([str(Path(pc.__file__).parents[1]), str(Path(__file__).parent)]),
         "GLOO_SOCKET_IFNAME": "lo",
         "OMP_NUM_THREADS": "1",
         "TORCH_CPP_LOG_LEVEL": "ERROR",  # DDP's advice on find_unused_parameters and create_graph
+        "TORCH_DISTRIBUTED_DEBUG": "OFF",  # with DETAIL torch 2.13's DDP segfaults, with any hook or none
         **environment,
     }
     code = "import sys, test_ddp; test_ddp.work(*sys.argv[1:])"
@@ -133,7 +161,7 @@ def launch(module: str, n: int, names: Sequence[str], *, bound: float = 100.0, *
             dict(json.loads(line) for line in lines.read_text().splitlines()) if lines.exists() else {}
             for lines, _ in files
         ]
-        return Launch(outcomes, exit_codes, [text.read_text()[-4000:] for _, text in files])
+        return Ended(names, outcomes, exit_codes, [text.read_text()[-4000:] for _, text in files])
 
 
 def work(module: str, rank: str, n: str, port: str, out: str, *names: str) -> None:
@@ -143,6 +171,7 @@ def work(module: str, rank: str, n: str, port: str, out: str, *names: str) -> No
     gc.freeze()  # torch's own objects make every collection slow
     store = dist.TCPStore("127.0.0.1", int(port), is_master=False, wait_for_workers=False)
     for name in names:
+        faulthandler.dump_traceback_later(3 * TIMEOUT, exit=True)
         dist.init_process_group(
             "gloo",
             store=dist.PrefixStore(name, store),
@@ -157,11 +186,14 @@ def work(module: str, rank: str, n: str, port: str, out: str, *names: str) -> No
             trouble = traceback.format_exc()
         with Path(out).open("a") as lines:
             lines.write(json.dumps([name, trouble]) + "\n")
-        together(store, name, int(n))  # nobody leaves a group in which others still work
+        store.add(f"{name}/ended", 1)  # nobody leaves a group in which others still work
+        while store.add(f"{name}/ended", 0) < int(n):
+            time.sleep(0.002)
         dist.destroy_process_group()
+    faulthandler.cancel_dump_traceback_later()
 
 
-def outcomes(module: str, n: int, request: pytest.FixtureRequest) -> Launch:
+def outcomes(module: str, n: int, request: pytest.FixtureRequest) -> Ended:
     """What became of the checks on `n` ranks; launches once, and only what the session selected."""
     chosen = [
         item.callspec.params["name"]
@@ -176,7 +208,7 @@ def outcomes(module: str, n: int, request: pytest.FixtureRequest) -> Launch:
 
 
 @functools.cache
-def _launched(module: str, n: int, names: tuple[str, ...]) -> Launch:
+def _launched(module: str, n: int, names: tuple[str, ...]) -> Ended:
     return launch(module, n, names)
 
 
@@ -632,31 +664,6 @@ def frozen_ignored_and_tied_parameters(rank: int, n: int, given: str, row: str) 
         trio.calls.clear()
         trio.step(squares(batch(step, rank, 3, 4)))
         assert sum(count for *_, count in trio.calls) == 2, f"step {step}: {trio.calls}"
-
-
-@check(row=("ring", "clipped", "momentum"))
-def parameters_that_ddp_reduces_itself(rank: int, n: int, row: str) -> None:
-    # delay_all_reduce_named_params: the hook never sees them.
-    trio_model = seeded(Branches)
-    bias = trio_model.branches[0].bias
-    loop = copy.deepcopy(trio_model)
-    ddp = DistributedDataParallel(
-        trio_model,
-        bucket_cap_mb=CAP,
-        delay_all_reduce_named_params=[("branches.0.bias", bias)],
-        param_to_hook_all_reduce=trio_model.branches[0].weight,
-    )
-    ddp.register_comm_hook(None, pc.as_ddp_hook(ROWS[row].pipeline, ddp))
-    params = {name: p for name, p in loop.named_parameters() if name != "branches.0.bias"}
-    state = None
-    for step in range(4):
-        for model in (ddp, loop):
-            model.zero_grad()
-            squares(batch(step, rank, 3, 4), range(5))(model)
-        state = pc.sync_grads(ROWS[row].pipeline, params, state)
-        hooked = gradients(trio_model)
-        del hooked["branches.0.bias"]
-        same(hooked, gradients(params), f"step {step}")
 
 
 # Parameters that are not used ---------------------------------------------------------------------------------------
@@ -1170,6 +1177,31 @@ def joining_with_uneven_batches(rank: int, n: int, row: str, mode: str) -> None:
             assert torch.allclose(p, q, rtol=1e-4, atol=1e-5), f"{p}, plain DDP {q}"
 
 
+@check(2, extra=("delayed", "of the parent"), mode=("plain", "find unused", "static"), row=("ring", "momentum"))
+def parameters_that_ddp_does_not_manage(rank: int, n: int, extra: str, mode: str, row: str) -> None:
+    # The hook never sees them: those of delay_all_reduce_named_params, and a module that contains the one in DDP.
+    model = seeded(Branches)
+    parent = nn.ModuleList([model, nn.Linear(2, 2)])
+    options: dict[str, Any] = {}
+    if extra == "delayed":
+        options["delay_all_reduce_named_params"] = [("branches.0.bias", model.branches[0].bias)]
+        options["param_to_hook_all_reduce"] = model.branches[0].weight
+    loop = copy.deepcopy(model)
+    ddp = DistributedDataParallel(model, bucket_cap_mb=CAP, **options, **MODES[mode])
+    ddp.register_comm_hook(None, pc.as_ddp_hook(ROWS[row].pipeline, ddp if extra == "delayed" else parent))
+    params = dict(loop.named_parameters())
+    if extra == "delayed":
+        del params["branches.0.bias"]
+    state: Any = None
+    for step in range(4):
+        for each in (ddp, loop):
+            each.zero_grad()
+            squares(batch(step, rank, 3, 4), range(5))(each)
+        state = pc.sync_grads(ROWS[row].pipeline, params, state)
+        hooked = gradients(model)
+        same({name: hooked[name] for name in params}, gradients(params), f"step {step}")
+
+
 # Tests --------------------------------------------------------------------------------------------------------------
 
 
@@ -1179,7 +1211,13 @@ def test_hook(n: int, name: str, request: pytest.FixtureRequest):
     report = ended.report(name)
     if report:
         pytest.fail(report, pytrace=False)
-    assert set(ended.exit_codes) <= {0, None}, ended.exit_codes  # -6: gloo aborted
+
+
+@pytest.mark.parametrize("n", [2, 4])
+def test_ranks_exit_cleanly(n: int, request: pytest.FixtureRequest):
+    ended = outcomes(__name__, n, request)
+    assert ended.exit_codes == [0] * n, ended.output  # -6: gloo aborted
+    assert ended.output == [""] * n
 
 
 @pytest.mark.parametrize("row", PIPELINES, ids=lambda row: row.id)

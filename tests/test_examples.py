@@ -27,21 +27,36 @@ EXAMPLES = ROOT / "examples"
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 
 
-def run(*arguments: str | Path, seconds: float = 100, **environment: str) -> str:
-    """What ``python *arguments`` prints; fails if it does not succeed within so many seconds."""
+def start(*arguments: str | Path, **environment: str) -> subprocess.Popen[str]:
+    """Run ``python *arguments`` in a session of its own."""
     of_a_launch = ("RANK", "WORLD_SIZE", "GLOO_SOCKET_IFNAME")
     env = {name: value for name, value in os.environ.items() if name not in of_a_launch}
     env |= {"PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "error", "COLUMNS": "100", **environment}
-    command = [sys.executable, *map(str, arguments)]
-    process = subprocess.Popen(
-        command, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
+    return subprocess.Popen(
+        [sys.executable, *map(str, arguments)],
+        env=env,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
     )
+
+
+def output_of(process: subprocess.Popen[str], seconds: float = 100) -> str:
+    """What it prints until it and all ranks have ended; kills them after so many seconds."""
     try:
         output, _ = process.communicate(timeout=seconds)
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)  # the ranks too
         output, _ = process.communicate()
-        pytest.fail(f"{command} did not end within {seconds} s and printed\n{output}")
+        pytest.fail(f"{process.args} did not end within {seconds} s and printed\n{output}")
+    return output
+
+
+def run(*arguments: str | Path, **environment: str) -> str:
+    """What ``python *arguments`` prints; fails if it does not succeed."""
+    process = start(*arguments, **environment)
+    output = output_of(process)
     assert process.returncode == 0, output
     return output
 
@@ -85,16 +100,16 @@ def test_batch_isend_irecv():
 # The demo -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("start", ["itself", "torchrun", "one rank"])
-def test_digits_demo(start, tmp_path):
+@pytest.mark.parametrize("how", ["itself", "torchrun", "one rank"])
+def test_digits_demo(how, tmp_path):
     picture = tmp_path / "curves.png"
     options = ("--steps", "20", "--output", picture)
-    if start == "torchrun":
+    if how == "torchrun":
         output = run(*TORCHRUN, EXAMPLES / "digits_demo.py", *options, GLOO_SOCKET_IFNAME="lo", OMP_NUM_THREADS="1")
     else:
-        output = run(EXAMPLES / "digits_demo.py", "--ranks", "1" if start == "one rank" else "2", *options)
+        output = run(EXAMPLES / "digits_demo.py", "--ranks", "1" if how == "one rank" else "2", *options)
 
-    ranks = "1 rank x 96 images" if start == "one rank" else "2 ranks x 48 images"
+    ranks = "1 rank x 96 images" if how == "one rank" else "2 ranks x 48 images"
     assert output.count(f"Digits: 38,282 parameters, 20 steps of {ranks}") == 1  # from one rank only
     assert f"Loss curves: {picture}" in output
     assert max(map(len, output.splitlines())) <= 100
@@ -112,9 +127,9 @@ def test_digits_demo(start, tmp_path):
     assert rows["plain DDP"] == (*rows["DDP hook, ring"][:3], "-")
     assert rows["DDP hook, ring"][3] == "0"  # two numbers have one sum, whoever forms it
     ring, bf16 = rows["custom loop, ring"][2], rows["custom loop, bf16 ring"][2]
-    assert ring == (0 if start == "one rank" else 153.1)  # 38,282 * 4 B, half of it twice
+    assert ring == (0 if how == "one rank" else 153.1)  # 38,282 * 4 B, half of it twice
     assert bf16 == pytest.approx(ring / 2, abs=0.1)
-    assert (float(rows["custom loop, bf16 ring"][3]) > 0) == (start != "one rank")
+    assert (float(rows["custom loop, bf16 ring"][3]) > 0) == (how != "one rank")
 
     pixels = imread(picture)[..., :3]
     assert pixels.shape[0] > 800
@@ -158,3 +173,13 @@ def test_ranks_that_never_end_are_killed():
     with pytest.raises(TimeoutError, match=r"not all of the 2 ranks ended within 0\.5 s"):
         launch(rank_1_raises, ranks=2, timeout=0.5)
     assert time.monotonic() - begin < 30
+
+
+def test_ranks_do_not_outlive_the_process_that_started_them():
+    process = start(EXAMPLES / "custom_loop.py")
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+    while len(children.read_text().split()) < 3:  # two ranks and multiprocessing's tracker of resources
+        assert process.poll() is None
+        time.sleep(0.05)
+    process.kill()
+    assert "found" not in output_of(process)  # what the last line of a whole run says

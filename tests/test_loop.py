@@ -466,7 +466,13 @@ def test_loop(n: int, name: str, request: pytest.FixtureRequest):
     report = ended.report(name)
     if report:
         pytest.fail(report, pytrace=False)
-    assert ended.exit_codes == [0] * n, ended.output
+
+
+@pytest.mark.parametrize("n", [2, 4])
+def test_ranks_exit_cleanly(n: int, request: pytest.FixtureRequest):
+    ended = outcomes(__name__, n, request)
+    assert ended.exit_codes == [0] * n, ended.output  # -6: gloo aborted
+    assert ended.output == [""] * n
 
 
 LOCAL = pc.clip_by_value(1.0)  # sends nothing, and so needs no ranks

@@ -1,8 +1,8 @@
 """`as_ddp_hook`: a pipeline as the communication hook of DistributedDataParallel.
 
 DDP's buckets only deliver gradients. Given the module, the hook collects them until all have arrived, runs the pipeline
-once on the whole tree by parameter name, writes the results into DDP's buckets and completes their futures. Without it each
-bucket is a tree of its own, which only suits pipelines that treat every leaf alone.
+once on the whole tree by parameter name, writes the results into DDP's buckets and completes their futures. Without it
+each bucket is a tree of its own, which only suits pipelines that treat every leaf alone.
 """
 
 # No `from __future__ import annotations` here: DDP reads the hook's annotations and refuses text.
@@ -36,8 +36,8 @@ def as_ddp_hook(
 
     .. math:: \text{grad} \leftarrow \text{pipeline}(\text{grad})
 
-    The hook gets each rank's raw gradients and leaves exactly what the pipeline returns: with `module`, the same bits as
-    `sync_grads` without DDP, whatever DDP's buckets are and across their rebuild.
+    The hook gets each rank's raw gradients and leaves exactly what the pipeline returns: with `module`, the same bits
+    as `sync_grads` without DDP, whatever DDP's buckets are and across their rebuild.
 
     Args:
         pipeline: must end with the same bits on all ranks.
@@ -49,8 +49,8 @@ def as_ddp_hook(
         A callable for `register_comm_hook`, with ``.state``, ``.state_dict()`` and ``.load_state_dict()``.
 
     Raises:
-        PipelineError: the pipeline reaches no consensus, works on parameters, or needs `module`. While running, errors of
-            the pipeline come out of ``backward()`` with their type, and the next step can be taken.
+        PipelineError: the pipeline reaches no consensus, works on parameters, or needs `module`. While running, errors
+            of the pipeline come out of ``backward()`` with their type, and the next step can be taken.
 
     >>> import torch, ptcollect as pc
     >>> model = torch.nn.Linear(2, 1)
@@ -68,8 +68,8 @@ def as_ddp_hook(
         )
     if not pipeline.consensus:
         raise PipelineError(
-            f"as_ddp_hook({pipeline!r}): ranks would end with different gradients, and DDP needs the same on all; use a "
-            "pipeline that reaches consensus, such as ring_reduce()"
+            f"as_ddp_hook({pipeline!r}): ranks would end with different gradients, and DDP needs the same on all; "
+            "use a pipeline that reaches consensus, such as ring_reduce()"
         )
     if pipeline.works_on == "parameters":
         raise PipelineError(
@@ -152,7 +152,8 @@ class DDPHook:
         if self._names is None or self._all_arrived():
             self._run()
         elif len(self._deliveries) == 1 and graph_task != -1:
-            # Parameters that no rank used may never arrive (skip_all_reduce_unused_params); backward's end is the last call.
+            # Parameters that no rank used may never arrive (skip_all_reduce_unused_params); backward's end is the last
+            # call.
             _at_end_of_backward(self._run)
         return delivery.future
 
@@ -162,8 +163,8 @@ class DDPHook:
             name = f"{bucket.index()}.{i}" if self._names is None else self._names.get(param)
             if name is None:
                 raise PipelineError(
-                    f"{self!r}: DDP delivered a parameter of shape {tuple(param.shape)} that the module it was made for does "
-                    "not have; pass the module inside this DDP"
+                    f"{self!r}: DDP delivered a parameter of shape {tuple(param.shape)} that the module it was made "
+                    "for does not have; pass the module inside this DDP"
                 )
             gradients[name] = gradient
         return gradients
@@ -214,7 +215,7 @@ def _at_end_of_backward(function: Any) -> None:
 
 
 def _raise_after_backward(error: Exception) -> None:
-    """Raise `error` out of ``backward()`` after DDP has put its own books in order; raised earlier it breaks the next step."""
+    """Raise `error` out of ``backward()`` after DDP has finished its own step; earlier it breaks the next one."""
     if torch._C._current_graph_task_id() == -1:
         raise error
 

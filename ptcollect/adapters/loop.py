@@ -25,8 +25,9 @@ def sync_grads(
 
     .. math:: \text{grad}_p \leftarrow \text{pipeline}(\text{grad})_p
 
-    A parameter that has a gradient on some ranks only counts as zeros on the others, and gets the mean on all, as in DDP; one
-    that has none on any rank keeps ``None``. After an error gradients are what they were (unless ``donate=True``).
+    A parameter that has a gradient on some ranks only counts as zeros on the others, and gets the mean on all, as in
+    DDP; one that has none on any rank keeps ``None``. After an error gradients are what they were (unless
+    ``donate=True``).
 
     Args:
         pipeline: what to do with the gradients.
@@ -71,14 +72,14 @@ def sync_grads(
 def sync_params(
     pipeline: Pipeline, module_or_params: Parameters, state: State | None = None, **options: Unpack[RunOptions]
 ) -> State:
-    r"""Synchronise parameters themselves with the other ranks, in place: a broadcast at the start, an average at the end.
+    r"""Synchronise parameters themselves with the other ranks, in place: broadcast at the start, average at the end.
 
     .. math:: p \leftarrow \text{pipeline}(p)
 
     Args:
         pipeline: what to do with the parameters, such as ``broadcast(root=0)``.
-        module_or_params: as for `sync_grads`, those that require no gradient included; ``module.state_dict()`` takes the
-            buffers along.
+        module_or_params: as for `sync_grads`, those that require no gradient included; ``module.state_dict()`` takes
+            the buffers along.
         state: what the previous call returned; None before the first.
         **options: see `RunOptions`.
 

@@ -45,8 +45,8 @@ class Key:
 class Codec(Value):
     """A codec: packs a flat row of numbers into bytes and back.
 
-    Subclass as a frozen dataclass and write three pure methods. The law that nothing is lost holds for any codec: whoever
-    encodes books ``x - decode(encode(x))`` as residual.
+    Subclass as a frozen dataclass and write three pure methods. The law that nothing is lost holds for any codec:
+    whoever encodes books ``x - decode(encode(x))`` as residual.
 
     >>> import torch, ptcollect as pc
     >>> from dataclasses import dataclass

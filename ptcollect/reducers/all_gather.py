@@ -15,9 +15,9 @@ async def all_gather_avg(x: Tensor, comm: Comm) -> Tensor:
 
     .. math:: y = \frac{1}{n} \sum_{r=0}^{n-1} D(C(x_r))
 
-    with the codec's encoding C and decoding D. Nothing is ever encoded again, which suits codecs that lose much; but each
-    rank sends n-1 whole packets, so with b bits per element it sends less than a dense float32 ring only below 64/b
-    ranks. Reduced in rank order: the bits do not depend on bucketing.
+    with the codec's encoding C and decoding D. Nothing is ever encoded again, which suits codecs that lose much; but
+    each rank sends n-1 whole packets, so with b bits per element it sends less than a dense float32 ring only below
+    64/b ranks. Reduced in rank order: the bits do not depend on bucketing.
 
     Args:
         axis: name of the mesh dim to reduce over; ``None`` where the group has one dimension.

@@ -15,9 +15,9 @@ async def all_to_all_avg(x: Tensor, comm: Comm) -> Tensor:
 
     .. math:: y = \frac{1}{n} \Big( \big( (x_0 + x_1) + x_2 \big) + \dots + x_{n-1} \Big)
 
-    Round 1: chunk c of every rank goes to rank c, its owner, which averages the n chunks in rank order. Round 2: the owner
-    sends the result to all. As many bytes as a ring in two rounds instead of 2(n-1), but n-1 messages in each. With
-    `compress` every chunk is encoded once, the owner's too, and the result once.
+    Round 1: chunk c of every rank goes to rank c, its owner, which averages the n chunks in rank order. Round 2: the
+    owner sends the result to all. As many bytes as a ring in two rounds instead of 2(n-1), but n-1 messages in each.
+    With `compress` every chunk is encoded once, the owner's too, and the result once.
 
     Args:
         axis: name of the mesh dim to reduce over; ``None`` where the group has one dimension.
@@ -25,7 +25,8 @@ async def all_to_all_avg(x: Tensor, comm: Comm) -> Tensor:
     Returns:
         A Pipeline; all ranks end with the same bits.
 
-    Source: Thakur, Rabenseifner and Gropp 2005, Optimization of collective communication operations in MPICH, section 3.3.
+    Source: Thakur, Rabenseifner and Gropp 2005, Optimization of collective communication operations in MPICH, section
+    3.3.
 
     >>> import torch, ptcollect as pc
     >>> run = pc.simulate(pc.all_to_all_avg(), [torch.tensor([1.0, 10.0]), torch.tensor([3.0, 30.0])])

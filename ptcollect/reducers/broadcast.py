@@ -14,7 +14,8 @@ async def broadcast(x: Tensor, comm: Comm, *, root: int = 0) -> Tensor:
 
     .. math:: y_r = D(C(x_\text{root}))
 
-    The root encodes once, packets travel on unchanged, and the root decodes its own, so all ranks end with the same bits.
+    The root encodes once, packets travel on unchanged, and the root decodes its own, so all ranks end with the same
+    bits.
 
     Args:
         root: group rank whose tensor all ranks get, 0 by default.

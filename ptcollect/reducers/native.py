@@ -17,8 +17,8 @@ async def all_reduce(x: Tensor, comm: Comm, *, op: Literal["mean", "sum"] = "mea
 
     .. math:: y = \frac{1}{n} \sum_{r=0}^{n-1} x_r
 
-    Leaves narrower than float32 travel and are summed as float32. Inside ``compress("bf16")`` or ``compress("fp16")`` they travel
-    *and are summed* in that dtype, as the backend knows no other way: n roundings where `ring_reduce` and
+    Leaves narrower than float32 travel and are summed as float32. Inside ``compress("bf16")`` or ``compress("fp16")``
+    they travel *and are summed* in that dtype, as the backend knows no other way: n roundings where `ring_reduce` and
     `all_to_all_avg` sum in float32; and what was lost is not reported, so `error_feedback` refuses it. Equal to the
     other reducers to rounding, not bit for bit. Bytes are counted as a ring's, 2(n-1)/n of the tensor.
 

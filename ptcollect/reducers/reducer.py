@@ -42,24 +42,25 @@ def reducer(
 ) -> ReducerFactory | Callable[[ReducerFunction], ReducerFactory]:
     """Make a reducer out of ``async def name(x, comm, *, option=default)``.
 
-    The coroutine gets `x`, one leaf as a flat private tensor in the accumulation dtype (float32 at least; int64 for integers),
-    which it may overwrite, and a `Comm`. It returns the reduced values, flat and in the same dtype. Leaves run concurrently.
-    World size 1, empty leaves, dtypes, shapes and strides never reach it. Its keyword options become those of the factory,
-    the first of them positional, and every factory has ``axis=None`` beside them.
+    The coroutine gets `x`, one leaf as a flat private tensor in the accumulation dtype (float32 at least; int64 for
+    integers), which it may overwrite, and a `Comm`. It returns the reduced values, flat and in the same dtype. Leaves
+    run concurrently. World size 1, empty leaves, dtypes, shapes and strides never reach it. Its keyword options become
+    those of the factory, the first of them positional, and every factory has ``axis=None`` beside them.
 
     Args:
         function: the coroutine function.
         consensus: whether all ranks end with the same bits.
         averages: whether every rank gets a mean (unless ``op="sum"``), so that a call may be weighted.
-        native: whether it uses ``comm.all_reduce``, which only carries codecs whose packets are numbers, and books no residual.
+        native: whether it uses ``comm.all_reduce``, which only carries codecs whose packets are numbers, and books no
+            residual.
         check: raises for bad options; called with ``(options, size)``, `size` None when the pipeline is built.
 
     Returns:
         A factory: calling it with options gives a Pipeline.
 
     Raises:
-        PipelineError: while running, with the file and line, if the coroutine returns another shape or dtype, forgets to await
-            a request, or awaits something that is not one.
+        PipelineError: while running, with the file and line, if the coroutine returns another shape or dtype, forgets
+            to await a request, or awaits something that is not one.
 
     >>> import torch, ptcollect as pc
     >>> @pc.reducer
@@ -97,8 +98,8 @@ class ReducerFactory:
         options = parameters[2:]
         if len(parameters) < 2 or any(option.default is option.empty for option in options):
             raise PipelineError(
-                f"@reducer {function.__qualname__}: expected (x, comm, *, option=default, ...), every option with a default; "
-                f"got {inspect.signature(function)}"
+                f"@reducer {function.__qualname__}: expected (x, comm, *, option=default, ...), every option with a "
+                f"default; got {inspect.signature(function)}"
             )
         self.function = function
         self.consensus = consensus
@@ -208,7 +209,8 @@ class Reducer(Pipeline):
         forgotten = comm.forgotten()
         if forgotten is not None:
             raise PipelineError(
-                f"{where} made a request and never awaited it: {type(forgotten).__name__} at {forgotten.origin}; write await before it"
+                f"{where} made a request and never awaited it: {type(forgotten).__name__} at {forgotten.origin}; "
+                "write await before it"
             )
         if not isinstance(value, Tensor) or value.dtype != comm.dtype or value.shape != (numel,):
             got = f"{tuple(value.shape)} {value.dtype}" if isinstance(value, Tensor) else type(value).__name__

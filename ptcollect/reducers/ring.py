@@ -17,11 +17,11 @@ async def ring_reduce(x: Tensor, comm: Comm, *, op: Literal["mean", "sum"] = "me
 
     .. math:: y = \frac{1}{n} \sum_{r=0}^{n-1} x_r
 
-    The tensor is cut into n chunks. In n-1 rounds of reduce-scatter partial sums travel to the right and grow; chunk c is summed in
-    the order of ranks c, c+1, ..., c-1 and ends at rank c-1, which encodes the result once; in n-1 rounds of
-    all-gather the encoded chunks travel on unchanged, so all ranks decode the same bits. The order of summation depends
-    on where an element lies in its flat tensor, and so the last bits depend on bucketing; where they must not, use
-    `all_to_all_avg`. With `compress`, partial sums are encoded again at each hop.
+    The tensor is cut into n chunks. In n-1 rounds of reduce-scatter partial sums travel to the right and grow; chunk c
+    is summed in the order of ranks c, c+1, ..., c-1 and ends at rank c-1, which encodes the result once; in n-1 rounds
+    of all-gather the encoded chunks travel on unchanged, so all ranks decode the same bits. The order of summation
+    depends on where an element lies in its flat tensor, and so the last bits depend on bucketing; where they must not,
+    use `all_to_all_avg`. With `compress`, partial sums are encoded again at each hop.
 
     Args:
         op: ``"mean"`` or ``"sum"``. Means of integers are rounded to the nearest, halves to the even one.

@@ -30,8 +30,8 @@ def bucketize(cap: int | str = DEFAULT_CAP, *, order: str = "reverse") -> Bucket
     """Pack leaves into flat buckets, run the pipeline inside on each bucket, and unpack.
 
     A bucket holds leaves of one dtype and device, in reverse natural order of their paths by default, as gradients
-    appear last layer first; a leaf larger than the cap has a bucket to itself. Buckets run concurrently, a few in flight
-    at a time, so that one is summed while another travels. Every leaf is in exactly one bucket.
+    appear last layer first; a leaf larger than the cap has a bucket to itself. Buckets run concurrently, a few in
+    flight at a time, so that one is summed while another travels. Every leaf is in exactly one bucket.
 
     Args:
         cap: most bytes in a bucket, an int or text such as ``"25MiB"`` or ``"500KB"``.
@@ -42,7 +42,8 @@ def bucketize(cap: int | str = DEFAULT_CAP, *, order: str = "reverse") -> Bucket
 
     Raises:
         ValueError: `cap` is not a positive size, or `order` is neither.
-        PipelineError: when it wraps anything but reducers, `compress` and other stages that work in buckets: a bucket has no paths.
+        PipelineError: when it wraps anything but reducers, `compress` and other stages that work in buckets: a bucket
+            has no paths.
 
     Source: Li et al. 2020, PyTorch Distributed: experiences on accelerating data parallel training, section 3.2.3.
 

@@ -74,13 +74,13 @@ class Compress(Transform):
         for stage in inner.walk():
             if isinstance(stage, Wrapped) and isinstance(stage.transform, Compress):
                 raise PipelineError(
-                    f"{self!r} around {stage.transform!r} with nothing communicating between: only the inner one would travel; "
-                    f"keep one: chain({stage.transform!r}, {stage.inner!r})"
+                    f"{self!r} around {stage.transform!r} with nothing communicating between: only the inner one "
+                    f"would travel; keep one: chain({stage.transform!r}, {stage.inner!r})"
                 )
             if isinstance(stage, Reducer) and stage.factory.native and self.codec.sum_dtype is None:
                 raise PipelineError(
-                    f"{self!r} into {stage!r}: a native all-reduce adds up what travels, and these packets are not numbers; "
-                    f"write chain({self!r}, ring_reduce()) or chain({self!r}, all_to_all_avg())"
+                    f"{self!r} into {stage!r}: a native all-reduce adds up what travels, and these packets are not "
+                    f"numbers; write chain({self!r}, ring_reduce()) or chain({self!r}, all_to_all_avg())"
                 )
 
     async def update(self, inner: Pipeline, tree: Leaves, state: State, comm: Comm) -> tuple[Leaves, State]:
