@@ -15,8 +15,8 @@ from ptcollect.comm import Comm, Packet
 from ptcollect.errors import NonFiniteError, PeerLostError, PipelineError, PtcollectError, TreeMismatchError
 from ptcollect.maps import clip_by_global_norm, clip_by_value, scale, stateless
 from ptcollect.options import RunOptions
-from ptcollect.pending import Pending
 from ptcollect.partition import partition
+from ptcollect.pending import Pending
 from ptcollect.piecewise import piecewise
 from ptcollect.pipeline import Pipeline, Transform
 from ptcollect.reducers.all_gather import all_gather_avg

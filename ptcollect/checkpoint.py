@@ -20,9 +20,9 @@ from ptcollect.value import whole_number
 def rank_local(state: State, *, rank: int | None = None) -> State:
     """`state` with this rank's own entries under names of its own, for `torch.distributed.checkpoint`.
 
-    That library takes a tensor of one name for the same on all ranks and silently keeps rank 0's copy. Here the residual of
-    ``fc.weight`` becomes ``rank3/fc.weight``, so that every rank's is kept. For loading, pass the same on a fresh state to
-    ``load`` and give the result to `from_rank_local`.
+    That library takes a tensor of one name for the same on all ranks and silently keeps rank 0's copy. Here the
+    residual of ``fc.weight`` becomes ``rank3/fc.weight``, so that every rank's is kept. For loading, pass the same on a
+    fresh state to ``load`` and give the result to `from_rank_local`.
 
     Args:
         state: a pipeline's state; left unchanged.
@@ -80,8 +80,8 @@ def reshard(states: Sequence[State], ranks: int) -> list[State]:
         ranks: the new number of ranks, from 1.
 
     Returns:
-        `ranks` states. Residuals are added up where there are fewer ranks and zero on ranks that are new; everything else is
-        the first rank's, as on all of them.
+        `ranks` states. Residuals are added up where there are fewer ranks and zero on ranks that are new; everything
+        else is the first rank's, as on all of them.
 
     Raises:
         ValueError: no states, states of different pipelines, or `ranks` is not positive.

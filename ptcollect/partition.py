@@ -22,8 +22,8 @@ def partition(rules: Mapping[str, Pipeline]) -> Pipeline:
     .. math:: y_p = \text{pipeline}_{r(p)}(x)_p, \qquad r(p) = \min \{ r : \text{pattern}_r \text{ matches } p \}
 
     Args:
-        rules: shell pattern over dotted paths (``*`` matches anything, dots included) -> pipeline; tried in order, so that
-            ``"*"`` at the end is the default.
+        rules: shell pattern over dotted paths (``*`` matches anything, dots included) -> pipeline; tried in order, so
+            that ``"*"`` at the end is the default.
 
     Returns:
         A Pipeline that runs the rules' pipelines side by side, in the same order on all ranks.
@@ -44,8 +44,8 @@ def partition(rules: Mapping[str, Pipeline]) -> Pipeline:
     for pattern, pipeline in checked.items():
         if not isinstance(pattern, str) or not isinstance(pipeline, Pipeline):
             raise PipelineError(
-                f"partition: the rule {pattern!r}: {pipeline!r} must map a pattern to a pipeline; a transform needs a reducer "
-                "after it: chain(transform, ring_reduce())"
+                f"partition: the rule {pattern!r}: {pipeline!r} must map a pattern to a pipeline; a transform needs a "
+                "reducer after it: chain(transform, ring_reduce())"
             )
     return Partition(tuple(rules.items()))
 
@@ -57,7 +57,8 @@ class Partition(Pipeline):
     rules: tuple[tuple[str, Pipeline], ...]
 
     def __repr__(self) -> str:
-        return f"partition({{{', '.join(f'{chr(34)}{pattern}{chr(34)}: {pipeline!r}' for pattern, pipeline in self.rules)}}})"
+        rules = ", ".join(f'"{pattern}": {pipeline!r}' for pattern, pipeline in self.rules)
+        return f"partition({{{rules}}})"
 
     def children(self) -> tuple[Pipeline, ...]:
         return tuple(pipeline for _, pipeline in self.rules)
@@ -96,7 +97,7 @@ class Partition(Pipeline):
         if unmatched:
             patterns = ", ".join(repr(pattern) for pattern, _ in self.rules)
             raise PipelineError(
-                f'partition: no rule matches {", ".join(map(repr, unmatched))}; the patterns are {patterns}; add one, or "*" at '
-                "the end as the default"
+                f'partition: no rule matches {", ".join(map(repr, unmatched))}; the patterns are {patterns}; add '
+                'one, or "*" at the end as the default"
             )
         return parts

@@ -20,8 +20,8 @@ def piecewise(pieces: Mapping[int, Pipeline]) -> Pipeline:
 
     .. math:: y_t = \text{pipeline}_{\max \{ s : s \le t \}}(x_t)
 
-    with t the state's step count, the same on all ranks. State of a piece that has not begun is what `init` made; when a
-    piece begins, residuals of the piece before it move over where both keep one for a path, so nothing is lost.
+    with t the state's step count, the same on all ranks. State of a piece that has not begun is what `init` made; when
+    a piece begins, residuals of the piece before it move over where both keep one for a path, so nothing is lost.
 
     Args:
         pieces: first step -> pipeline; one of them 0.

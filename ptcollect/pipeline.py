@@ -233,7 +233,7 @@ class Transform(Value):
     stateful: ClassVar[bool] = False
     """Whether `init` returns anything beside ``"inner"``."""
     keeps_inner_state: ClassVar[bool] = False
-    """Whether it keeps the state of the pipeline inside in its own, under names of its own, and not under ``"inner"``."""
+    """Whether it keeps the inner pipeline's state under names of its own and not under ``"inner"``."""
     works_in_buckets: ClassVar[bool] = False
     """Whether it means the same on flat buckets as on parameters, and so may stand inside `bucketize`."""
 

@@ -17,8 +17,8 @@ def sign(block: int = 65536) -> Codec:
 
     .. math:: C(x) = \frac{\|x\|_1}{d} \, \text{sign}(x) \quad \text{in each block of } d
 
-    so that :math:`\|C(x) - x\|^2 = (1 - \|x\|_1^2 / (d \|x\|_2^2)) \|x\|^2`. Zero counts as positive, but a block of zeros has
-    scale 0 and stays zero. It loses most of the gradient in each step: use it with `error_feedback`.
+    so that :math:`\|C(x) - x\|^2 = (1 - \|x\|_1^2 / (d \|x\|_2^2)) \|x\|^2`. Zero counts as positive, but a block of
+    zeros has scale 0 and stays zero. It loses most of the gradient in each step: use it with `error_feedback`.
 
     Args:
         block: elements per scale, a multiple of 8; packets are ceil(numel / 8) + 4 ceil(numel / block) bytes.

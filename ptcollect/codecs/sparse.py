@@ -15,12 +15,14 @@ _FULL = Cast(torch.float32)
 
 
 def topk(ratio: float = 0.01, *, values: str | Codec | None = None) -> Codec:
-    r"""The ratio of elements with the largest magnitudes, with their positions; exactly k of them, ties to the lowest index.
+    r"""The `ratio` of elements with the largest magnitudes, with their positions; ties to the lowest index.
 
-    .. math:: C(x) = x_S, \qquad S = \text{argtop}_k |x|, \quad k = \max(1, \lfloor \text{ratio} \cdot d + \tfrac12 \rfloor)
+    .. math::
+        C(x) = x_S, \qquad S = \text{argtop}_k |x|, \qquad k = \max(1, \lfloor \text{ratio} \cdot d + \tfrac12 \rfloor)
 
-    so that :math:`\|C(x) - x\|^2 \le (1 - k/d) \|x\|^2`. Positions take 1, 2 or 4 bytes, by the number of elements. Use it with
-    `error_feedback`; what is summed from n ranks is up to n times as dense, so that `ring_reduce` drops again at each hop.
+    so that :math:`\|C(x) - x\|^2 \le (1 - k/d) \|x\|^2`. Positions take 1, 2 or 4 bytes, by the number of elements. Use
+    it with `error_feedback`; what is summed from n ranks is up to n times as dense, so that `ring_reduce` drops again
+    at each hop.
 
     Args:
         ratio: fraction of the elements, above 0 and at most 1.
@@ -32,7 +34,8 @@ def topk(ratio: float = 0.01, *, values: str | Codec | None = None) -> Codec:
     Raises:
         ValueError: `ratio` is out of range.
 
-    Source: Stich, Cordonnier and Jaggi 2018, Sparsified SGD with memory, section 2; Lin et al. 2018, Deep gradient compression.
+    Source: Stich, Cordonnier and Jaggi 2018, Sparsified SGD with memory, section 2; Lin et al. 2018, Deep gradient
+    compression.
 
     >>> import torch, ptcollect as pc
     >>> codec = pc.codecs.topk(0.5)

@@ -17,9 +17,9 @@ def ternary(block: int = 65536, *, stochastic: bool = False, seed: int = 0) -> C
 
     .. math:: C(x)_i = s \, \text{sign}(x_i) \, [\, |x_i| > \tau \,], \qquad \tau = \tfrac{0.7}{d} \|x\|_1
 
-    with s the mean magnitude of the elements above the threshold, nearly the best choice of both for Gaussian values. With
-    `stochastic`, s is the maximum magnitude and element i is kept with probability :math:`|x_i| / s`: unbiased, with
-    variance :math:`s |x_i| - x_i^2`.
+    with s the mean magnitude of the elements above the threshold, nearly the best choice of both for Gaussian values.
+    With `stochastic`, s is the maximum magnitude and element i is kept with probability :math:`|x_i| / s`: unbiased,
+    with variance :math:`s |x_i| - x_i^2`.
 
     Args:
         block: elements per scale, a multiple of 4; packets are ceil(numel / 4) + 4 ceil(numel / block) bytes.

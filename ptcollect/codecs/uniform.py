@@ -16,10 +16,12 @@ from ptcollect.value import whole_number
 def int8(block: int = 256, *, stochastic: bool = False, seed: int = 0) -> Codec:
     r"""8 bits per element: integers from -127 to 127 times one float32 scale per block.
 
-    .. math:: C(x)_i = \frac{s}{127} \, \text{round}\Big(\frac{127 x_i}{s}\Big), \qquad s = \max_{j \in \text{block}} |x_j|
+    .. math::
+        C(x)_i = \frac{s}{127} \, \text{round}\Big(\frac{127 x_i}{s}\Big), \qquad s = \max_{j \in \text{block}} |x_j|
 
-    so the error is at most s/254 per element. With `stochastic` the rounding is random and unbiased (QSGD with 127 levels and
-    the maximum norm): variance :math:`(s/127)^2 \, p (1 - p)` with p the fractional part of :math:`127 |x_i| / s`.
+    so the error is at most s/254 per element. With `stochastic` the rounding is random and unbiased (QSGD with 127
+    levels and the maximum norm): variance :math:`(s/127)^2 \, p (1 - p)` with p the fractional part of :math:`127 |x_i|
+    / s`.
 
     Args:
         block: elements per scale; packets are numel + 4 ceil(numel / block) bytes.
@@ -73,7 +75,8 @@ def int4(block: int = 64, *, stochastic: bool = False, seed: int = 0) -> Codec:
 def fp8(block: int = 256) -> Codec:
     r"""8 bits per element: float8 e4m3 times one float32 scale per block, which keeps small values better than `int8`.
 
-    .. math:: C(x)_i = \frac{s}{448} \, \text{e4m3}\Big(\frac{448 x_i}{s}\Big), \qquad s = \max_{j \in \text{block}} |x_j|
+    .. math::
+        C(x)_i = \frac{s}{448} \, \text{e4m3}\Big(\frac{448 x_i}{s}\Big), \qquad s = \max_{j \in \text{block}} |x_j|
 
     so the relative error is at most 1/16 down to s/28672.
 

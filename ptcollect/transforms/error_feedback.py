@@ -21,8 +21,9 @@ def error_feedback() -> Transform:
 
     .. math:: x_t = g_t + e_t, \qquad e_{t+1} = x_t - (\text{what of } x_t \text{ arrived})
 
-    Every encoder books what its codec dropped, at hops too, in units of this rank's input. Hence, over any number of steps,
-    n times the sum of the mean results plus the sum over ranks of the residuals is the sum of all gradients, to rounding.
+    Every encoder books what its codec dropped, at hops too, in units of this rank's input. Hence, over any number of
+    steps, n times the sum of the mean results plus the sum over ranks of the residuals is the sum of all gradients, to
+    rounding.
 
     Returns:
         A Transform with state ``{"residual": {path: tensor}}``: one residual per floating leaf, of its shape and in
@@ -107,7 +108,7 @@ class ErrorFeedback(Transform):
         if path not in residual or residual[path].shape != leaf.shape:
             has = f"one of shape {tuple(residual[path].shape)}" if path in residual else "none"
             raise PipelineError(
-                f"{self!r}: leaf {path!r} of shape {tuple(leaf.shape)} needs a residual like it, and the state has {has}; make "
-                "the state with init(params) for these parameters"
+                f"{self!r}: leaf {path!r} of shape {tuple(leaf.shape)} needs a residual like it, and the state has {has}; "
+                "make the state with init(params) for these parameters"
             )
         return leaf.to(residual[path].dtype) + residual[path]

@@ -24,16 +24,17 @@ def low_rank(rank: int = 4) -> Transform:
         P = \text{mean}_r(M_r Q), \quad \hat P = \text{orth}(P), \quad Q' = \text{mean}_r(M_r^\top \hat P), \quad
         y = \hat P Q'^\top
 
-    A leaf of two or more dims is seen as out x rest. Vectors, and matrices that P and Q together would not be smaller than, are
-    sent dense, with the Ps. The pipeline inside runs twice, once for all Ps and dense leaves and once for all Qs, so it
-    composes with any codec and reducer. The residual is :math:`M_r - \hat P (Q_r - e_r)^\top` with :math:`e_r` what was lost of
-    Q; what was lost of P needs none, since P is only a basis.
+    A leaf of two or more dims is seen as out x rest. Vectors, and matrices that P and Q together would not be smaller
+    than, are sent dense, with the Ps. The pipeline inside runs twice, once for all Ps and dense leaves and once for all
+    Qs, so it composes with any codec and reducer. The residual is :math:`M_r - \hat P (Q_r - e_r)^\top` with
+    :math:`e_r` what was lost of Q; what was lost of P needs none, since P is only a basis.
 
     Args:
         rank: columns of P and Q, from 1.
 
     Returns:
-        A Transform with state ``{"basis": {path: Q}, "p": {...}, "q": {...}}``; the latter two belong to the pipeline inside.
+        A Transform with state ``{"basis": {path: Q}, "p": {...}, "q": {...}}``; the latter two belong to the pipeline
+        inside.
 
     Raises:
         ValueError: `rank` is not a positive int.
@@ -136,8 +137,8 @@ class LowRank(Transform):
         for path, matrix in matrices.items():
             if path not in basis or basis[path].shape[0] != matrix.shape[1]:
                 raise PipelineError(
-                    f"{self!r}: the state has no basis for leaf {path!r} seen as {tuple(matrix.shape)}; make the state with "
-                    "init(params) for these parameters"
+                    f"{self!r}: the state has no basis for leaf {path!r} seen as {tuple(matrix.shape)}; make the state "
+                    "with init(params) for these parameters"
                 )
 
 
@@ -155,7 +156,7 @@ def _product(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _orthonormal(columns: Tensor) -> Tensor:
-    """An orthonormal basis of the space that `columns` span, filled up at random-free where they are dependent or zero."""
+    """An orthonormal basis of the space that `columns` span; a whole one also where they are dependent or zero."""
     size = columns.abs().amax()
     scaled = columns / torch.where((size > 0) & torch.isfinite(size), size, 1.0)
     # The QR decomposition of a matrix that lacks rank, or is zero, still has a whole orthonormal Q.

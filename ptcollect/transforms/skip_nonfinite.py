@@ -17,9 +17,10 @@ from ptcollect.value import whole_number
 
 
 def skip_nonfinite(*, patience: int | None = None) -> Transform:
-    r"""Skip a step in which some rank's tree has NaN or infinity: the result is zeros, the state inside stays as it was.
+    r"""Skip a step in which some rank has NaN or infinity: the result is zeros, the state inside stays as it was.
 
-    .. math:: y = \begin{cases} \text{inner}(x) & \text{if all } x_r \text{ are finite} \\ 0 & \text{otherwise} \end{cases}
+    .. math::
+        y = \begin{cases} \text{inner}(x) & \text{if all } x_r \text{ are finite} \\ 0 & \text{otherwise} \end{cases}
 
     All ranks decide alike, from one byte that they exchange before the tree. So a NaN never gets into residuals: put it
     before `error_feedback`.
@@ -70,8 +71,8 @@ class SkipNonfinite(Transform):
         if self.patience is not None and in_a_row > self.patience:
             here = f"here in leaf {bad[0]!r}" if bad else "on another rank"
             raise NonFiniteError(
-                f"{self!r}: NaN or infinity in {in_a_row} steps in a row, this time {here}; lower the learning rate or the loss "
-                "scale, or look for the operation that makes them with torch.autograd.detect_anomaly"
+                f"{self!r}: NaN or infinity in {in_a_row} steps in a row, this time {here}; lower the learning rate or the "
+                "loss scale, or look for the operation that makes them with torch.autograd.detect_anomaly"
             )
         zeros = {
             path: with_strides(torch.zeros(leaf.shape, dtype=leaf.dtype, device=leaf.device), leaf)
@@ -83,5 +84,6 @@ class SkipNonfinite(Transform):
 def _finite(leaf: torch.Tensor) -> bool:
     if leaf.is_floating_point() and leaf.dtype.itemsize == 1:
         leaf = leaf.to(torch.float32)
-    # A sum of finite numbers may overflow, but one that is finite had no NaN or infinity in it; so ask fully only if not.
+    # A sum of finite numbers may overflow, but one that is finite had no NaN or infinity in it; so ask fully only if
+    # not.
     return bool(torch.isfinite(leaf.sum())) or bool(torch.isfinite(leaf).all())
