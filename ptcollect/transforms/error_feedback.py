@@ -108,7 +108,7 @@ class ErrorFeedback(Transform):
         if path not in residual or residual[path].shape != leaf.shape:
             has = f"one of shape {tuple(residual[path].shape)}" if path in residual else "none"
             raise PipelineError(
-                f"{self!r}: leaf {path!r} of shape {tuple(leaf.shape)} needs a residual like it, and the state has {has}; "
+                f"{self!r}: leaf {path!r} of shape {tuple(leaf.shape)} needs a residual like it, the state has {has}; "
                 "make the state with init(params) for these parameters"
             )
         return leaf.to(residual[path].dtype) + residual[path]

@@ -71,8 +71,8 @@ class SkipNonfinite(Transform):
         if self.patience is not None and in_a_row > self.patience:
             here = f"here in leaf {bad[0]!r}" if bad else "on another rank"
             raise NonFiniteError(
-                f"{self!r}: NaN or infinity in {in_a_row} steps in a row, this time {here}; lower the learning rate or the "
-                "loss scale, or look for the operation that makes them with torch.autograd.detect_anomaly"
+                f"{self!r}: NaN or infinity in {in_a_row} steps in a row, this time {here}; lower the learning rate or "
+                "the loss scale, or look for the operation that makes them with torch.autograd.detect_anomaly"
             )
         zeros = {
             path: with_strides(torch.zeros(leaf.shape, dtype=leaf.dtype, device=leaf.device), leaf)
