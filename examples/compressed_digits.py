@@ -4,7 +4,7 @@
     python examples/compressed_digits.py --gloo            # the same on 4 processes
     torchrun --nproc-per-node 4 examples/compressed_digits.py --gloo
 
-All trainings begin with the same weights and see the same batches; only the pipeline between gradients and step differs.
+All trainings begin with the same weights and see the same batches; only the pipeline between gradient and step differs.
 Prints a table, the same for both ways to run, and draws the picture of docs/compression.md.
 """
 
@@ -44,8 +44,8 @@ for _name, _lossy in LOSSY.items():
     PIPELINES[_name] = pc.chain(_lossy, pc.all_to_all_avg())
 
 Tree = dict[str, Tensor]
-LocalGradient = Callable[[int], "tuple[Tree, Tensor]"]
-"""Rank -> the gradient and the loss of its share of the batch."""
+LocalGradient = Callable[[int], Tree]
+"""Rank -> the gradient of its share of the batch."""
 
 
 @dataclass
@@ -132,7 +132,7 @@ class Simulated:
         self.states = [pipeline.init(params) for _ in range(RANKS)]
         self.sent = [0] * RANKS
 
-    def average(self, local: Callable[[int], Tree]) -> Tree:
+    def average(self, local: LocalGradient) -> Tree:
         """What the pipeline makes of the ranks' gradients."""
         run = pc.simulate(self.pipeline, [local(rank) for rank in range(RANKS)], self.states)
         self.states = run.states
@@ -152,7 +152,7 @@ class Real:
         self.state = pipeline.init(params)
         self.sent = 0
 
-    def average(self, local: Callable[[int], Tree]) -> Tree:
+    def average(self, local: LocalGradient) -> Tree:
         """What the pipeline makes of the ranks' gradients."""
         with pc.traffic() as traffic:
             mean, self.state = self.pipeline.update(local(dist.get_rank()), self.state)
@@ -194,7 +194,9 @@ def loss_of(params: Tree, data: tuple[Tensor, Tensor]) -> float:
 def table(trainings: dict[str, Training]) -> str:
     """One line per training."""
     dense = trainings["dense"]
-    lines = [f"{'gradients averaged by':<24}{'test accuracy':>14}{'training loss':>15}{'sent a step':>14}{'of dense':>10}"]
+    lines = [
+        f"{'gradients averaged by':<24}{'test accuracy':>14}{'training loss':>15}{'sent a step':>14}{'of dense':>10}"
+    ]
     for name, each in trainings.items():
         sent, ratio = f"{each.bytes_per_step:,.0f} B", each.bytes_per_step / dense.bytes_per_step
         lines.append(f"{name:<24}{each.accuracy:>14.1%}{each.curve[-1]:>15.3f}{sent:>14}{ratio:>10.1%}")
@@ -208,8 +210,10 @@ def draw(trainings: dict[str, Training], steps: int, output: Path) -> None:
     """A panel per compression, all with the same axes, and one with the accuracies."""
     import matplotlib as mpl
     from matplotlib.figure import Figure
+    from matplotlib.lines import Line2D
     from matplotlib.ticker import LogLocator, NullFormatter
 
+    losses = [value for training in trainings.values() for value in training.curve]
     x = [min(i * EVERY, steps) for i in range(len(trainings["dense"].curve))]
     style = {"font.size": 9, "axes.spines.top": False, "axes.spines.right": False}
     with mpl.rc_context(style):
@@ -217,13 +221,12 @@ def draw(trainings: dict[str, Training], steps: int, output: Path) -> None:
         *panels, last = figure.subplots(2, 3).flat
         for axes, name in zip(panels, LOSSY, strict=True):
             share = trainings[name].bytes_per_step / trainings["dense"].bytes_per_step
-            axes.plot(x, trainings["dense"].curve, color=GREY, linewidth=5, solid_capstyle="round")
-            axes.plot(x, trainings[name].curve, color=ORANGE, linewidth=1.6)
-            axes.plot(x, trainings[f"{name} + EF"].curve, color=BLUE, linewidth=1.6)
+            axes.plot(x, trainings["dense"].curve, color=GREY, linewidth=6, solid_capstyle="round")
+            axes.plot(x, trainings[name].curve, color=ORANGE, linewidth=2.8)
+            axes.plot(x, trainings[f"{name} + EF"].curve, color=BLUE, linewidth=1.4)
             axes.set_title(name, loc="left", weight="bold")
             axes.set_title(f"{share:.1%} of the bytes", loc="right", fontsize=8, color="#555555")
-            curves = [value for training in trainings.values() for value in training.curve]
-            axes.set(yscale="log", xlim=(0, steps), ylim=(0.8 * min(curves), 1.2 * max(curves)))
+            axes.set(yscale="log", xlim=(0, steps), ylim=(0.8 * min(losses), 1.2 * max(losses)))
             axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
             axes.yaxis.set_major_formatter("{x:g}")
             axes.yaxis.set_minor_formatter(NullFormatter())
@@ -236,17 +239,23 @@ def draw(trainings: dict[str, Training], steps: int, output: Path) -> None:
 
         rows = range(len(LOSSY))
         reference = 100 * trainings["dense"].accuracy
-        last.axvspan(reference - 1, reference + 1, color="#eeeeee", label="dense, 1 point either way")
+        last.axvspan(reference - 1, reference + 1, color="#eeeeee")
         last.axvline(reference, color=GREY, linewidth=3)
         for suffix, colour in (("", ORANGE), (" + EF", BLUE)):
-            last.plot([100 * trainings[name + suffix].accuracy for name in LOSSY], rows, "o", color=colour, markersize=6)
+            last.plot(
+                [100 * trainings[name + suffix].accuracy for name in LOSSY],
+                rows,
+                "o",
+                color=colour,
+                markersize=9 if colour == ORANGE else 5,
+            )
         last.set_yticks(rows, LOSSY)
         last.tick_params(axis="y", length=0)
-        last.invert_yaxis()
-        last.set(xlabel="test accuracy after the last step, %  (band: dense ± 1)")
-        last.set_title("accuracy", loc="left", weight="bold")
+        last.set(xlabel="test accuracy, %", ylim=(len(LOSSY) - 0.5, -0.5))
+        last.set_title("after the last step", loc="left", weight="bold")
+        last.set_title("band: dense ± 1", loc="right", fontsize=8, color="#555555")
 
-        lines = [mpl.lines.Line2D([], [], color=c, linewidth=w) for c, w in ((GREY, 5), (BLUE, 1.6), (ORANGE, 1.6))]
+        lines = [Line2D([], [], color=c, linewidth=w) for c, w in ((GREY, 6), (BLUE, 1.4), (ORANGE, 2.8))]
         names = ["dense", "compressed, with error feedback", "compressed, without"]
         figure.legend(lines, names, loc="outside upper center", ncols=3, frameon=False)
         figure.savefig(output)
@@ -281,7 +290,9 @@ def main() -> None:
     parser.add_argument("--gloo", action="store_true", help=f"{RANKS} processes instead of {RANKS} simulated ranks")
     parser.add_argument("--steps", type=int, default=300, help="of each training, %(default)s by default; 15 an epoch")
     parser.add_argument("--output", type=Path, help="draw the picture here")
-    parser.add_argument("--only", nargs="+", choices=PIPELINES, metavar="NAME", help='beside "dense", which always runs')
+    parser.add_argument(
+        "--only", nargs="+", choices=PIPELINES, metavar="NAME", help='beside "dense", which always runs'
+    )
     args = parser.parse_args()
     if args.steps < 1:
         parser.error("--steps: at least 1")

@@ -97,7 +97,7 @@ class Partition(Pipeline):
         if unmatched:
             patterns = ", ".join(repr(pattern) for pattern, _ in self.rules)
             raise PipelineError(
-                f"partition: no rule matches {', '.join(map(repr, unmatched))}; the patterns are {patterns}; add one, or "
-                "'*' at the end as the default"
+                f"partition: no rule matches {', '.join(map(repr, unmatched))}; the patterns are {patterns}; add one "
+                "or '*' at the end as the default"
             )
         return parts

@@ -87,7 +87,7 @@ class Books:
     """Adds up, in float64, what went in, what came out n times, and how large the numbers were on the way.
 
     The law: n * sum of results + sum of residuals = sum of gradients. Its bound: let S be the sum over ranks of the
-    largest |gradient| + |residual| of the step. All that is rounded on the way, in units of sums of inputs, is a partial
+    largest |gradient| + |residual| of the step. What is rounded on the way, in units of sums of inputs, is a partial
     sum, a decoded one, or the difference of the two, so at most 2 S. An element meets at most n encodings before the
     result's, and each costs a subtraction, a booking, and up to two additions of what was decoded: 8n roundings of half
     an eps of S; adding the residuals costs 1; division, subtraction, booking and decoding of the result cost 8; what a
