@@ -82,6 +82,17 @@ def residuals(state: Mapping[str, Any]) -> list[tuple[str, Tensor]]:
     return found
 
 
+def same_data(one: object, other: object) -> bool:
+    """Whether two states, or trees in lists and dicts, are equal bit for bit."""
+    if isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)):
+        return len(one) == len(other) and all(map(same_data, one, other))
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one.keys() == other.keys() and all(same_data(one[key], other[key]) for key in one)
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return one.dtype == other.dtype and one.shape == other.shape and oracle.bits(one) == oracle.bits(other)
+    return type(one) is type(other) and one == other
+
+
 @dataclass
 class Books:
     """Adds up, in float64, what went in, what came out n times, and how large the numbers were on the way.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import oracle
 import pytest
 import torch
 from codec_table import (
@@ -13,6 +12,7 @@ from codec_table import (
     one_thread,  # noqa: F401  (a fixture)
     residuals,
     run,
+    same_data,
 )
 from torch import Tensor
 
@@ -214,14 +214,6 @@ def spoilt(rank: int, step: int, bad: float) -> dict[str, Tensor]:
     tree = gradients(rank, step)
     tree["matrix"][3, 3] = bad
     return tree
-
-
-def same_data(one: object, other: object) -> bool:
-    if isinstance(one, dict) and isinstance(other, dict):
-        return one.keys() == other.keys() and all(same_data(one[key], other[key]) for key in one)
-    if isinstance(one, Tensor) and isinstance(other, Tensor):
-        return one.dtype == other.dtype and one.shape == other.shape and oracle.bits(one) == oracle.bits(other)
-    return type(one) is type(other) and one == other
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
