@@ -54,7 +54,7 @@ def flatten(tree: Any) -> tuple[Leaves, Structure]:
         ValueError: two leaves would have the same dotted path.
     """
     flat, spec = optree.tree_flatten(tree, none_is_leaf=True, namespace=NAMESPACE)
-    structure = _structure(spec)
+    structure = Structure(spec, *_layout(spec))
     leaves: Leaves = {}
     for path, position in zip(structure.paths, structure.order, strict=True):
         leaf = flat[position]
@@ -87,7 +87,8 @@ def sorted_paths(paths: Iterable[str]) -> list[str]:
 
 
 @functools.lru_cache(maxsize=256)
-def _structure(spec: optree.PyTreeSpec) -> Structure:
+def _layout(spec: optree.PyTreeSpec) -> tuple[tuple[str, ...], tuple[int, ...]]:
+    """Paths in natural order and their positions; equal for dicts that were filled in different orders."""
     names = [".".join(_entry_name(entry) for entry in accessor) or ROOT for accessor in spec.accessors()]
     order = sorted(range(len(names)), key=lambda i: natural_order(names[i]))
     for before, after in itertools.pairwise(order):
@@ -96,7 +97,7 @@ def _structure(spec: optree.PyTreeSpec) -> Structure:
                 f"two leaves of the tree have the same path {names[after]!r} (a key with a dot in it beside a nested "
                 "key, or the keys 1 and '1'); rename one: state and messages are kept by path"
             )
-    return Structure(spec, tuple(names[i] for i in order), tuple(order))
+    return tuple(names[i] for i in order), tuple(order)
 
 
 def _entry_name(entry: Any) -> str:
