@@ -19,7 +19,7 @@ from ptcollect.chain import Chain
 from ptcollect.comm import Axis, Comm
 from ptcollect.dtypes import fresh_copy
 from ptcollect.maps import scaled
-from ptcollect.options import Options
+from ptcollect.options import Options, check_weight
 from ptcollect.pipeline import Pipeline
 from ptcollect.reducers.reducer import Reducer
 from ptcollect.state import State
@@ -184,6 +184,7 @@ async def _agreed(mine: _Brought, digest: bytes, comm: Comm) -> Leaves:
 
 
 def _check_weight(pipeline: Pipeline, options: Options) -> None:
+    check_weight(options.weight)
     if options.weight is None:
         return
     for stage in pipeline.walk():

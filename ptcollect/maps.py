@@ -161,6 +161,8 @@ class _ClipByValue(_Leafwise):
             return torch.view_as_complex(real.clamp(-self.limit, self.limit))
         if leaf.dtype.itemsize == 1 and leaf.dtype.is_floating_point:  # float8 has no arithmetic of its own
             return leaf.to(torch.float32).clamp(-self.limit, self.limit).to(leaf.dtype)
+        if not leaf.is_floating_point():
+            return leaf.clamp(-int(self.limit), int(self.limit))  # a float bound would make them floats
         return leaf.clamp(-self.limit, self.limit)
 
 

@@ -614,6 +614,11 @@ def seeing(tree: Any) -> Any:
     return tree
 
 
+@check(given=GIVEN)
+def parameters_without_elements(rank: int, n: int, given: str) -> None:
+    train(rank, products(number(0, 3), number(4), number(0)), GIVEN[given], given=given)
+
+
 STRIDED = {
     "leafwise": LEAFWISE,
     "clipped": CLIPPED,
