@@ -162,7 +162,8 @@ class _ClipByValue(_Leafwise):
         if leaf.dtype.itemsize == 1 and leaf.dtype.is_floating_point:  # float8 has no arithmetic of its own
             return leaf.to(torch.float32).clamp(-self.limit, self.limit).to(leaf.dtype)
         if not leaf.is_floating_point():
-            return leaf.clamp(-int(self.limit), int(self.limit))  # a float bound would make them floats
+            held = torch.iinfo(leaf.dtype)  # bounds as ints of that dtype: floats would make the leaf one of floats
+            return leaf.clamp(max(-int(self.limit), held.min), min(int(self.limit), held.max))
         return leaf.clamp(-self.limit, self.limit)
 
 
