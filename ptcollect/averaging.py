@@ -22,7 +22,7 @@ def finish_mean(total: Tensor, ranks: int) -> Tensor:
     """Turn a sum over `ranks` ranks, kept at `partial_scale`, into their mean, in place.
 
     Integers: the exact sum in int64, divided and rounded to the nearest integer, halves to the even one (1 and 2 -> 2,
-    2 and 3 -> 2).
+    2 and 3 -> 2). Only int64 leaves can have a sum that int64 does not hold; it wraps.
     """
     if total.dtype.is_floating_point:
         divisor = ranks * partial_scale(total.dtype, ranks)  # exact: ranks / a power of two

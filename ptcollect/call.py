@@ -19,7 +19,7 @@ from ptcollect.chain import Chain
 from ptcollect.comm import Axis, Comm
 from ptcollect.dtypes import fresh_copy
 from ptcollect.maps import scaled
-from ptcollect.options import Options
+from ptcollect.options import Options, check_weight
 from ptcollect.pipeline import Pipeline
 from ptcollect.reducers.reducer import Reducer
 from ptcollect.state import State
@@ -184,6 +184,7 @@ async def _agreed(mine: _Brought, digest: bytes, comm: Comm) -> Leaves:
 
 
 def _check_weight(pipeline: Pipeline, options: Options) -> None:
+    check_weight(options.weight)
     if options.weight is None:
         return
     for stage in pipeline.walk():
@@ -205,14 +206,38 @@ async def _weighted(
             "weight: the weights of all ranks are zero, so there is no mean; skip the call when no rank has samples"
         )
     stages = list(pipeline.program) if isinstance(pipeline, Chain) else [pipeline]
-    leading = next((i for i, stage in enumerate(stages) if stage.communicates), len(stages))
-    factor = len(weights) * weight / total
-    for stage in stages[:leading]:
+    first = next((i for i, stage in enumerate(stages) if stage.communicates), len(stages))
+    for stage in stages[:first]:
         leaves, _ = await stage.apply(leaves, {}, comm)
-    leaves = {path: scaled(leaf, factor, path) for path, leaf in leaves.items()}
-    comm = comm.replace(owned=True)
-    rest = Chain(tuple(stages[leading:]))
-    return await rest.apply(leaves, state, comm)
+    factor = len(weights) * weight / total
+    # Down by a power of two that makes every rank's factor at most 1, and up again after the mean: 40000 in float16
+    # times 1.8 would overflow. Not where state is kept, which must mean the same at every step.
+    shift = 1.0 if pipeline.stateful else _power_of_two(len(weights) * max(weights) / total)
+    leaves = {
+        path: scaled(leaf, factor / shift if _fractional(leaf) else factor, path) for path, leaf in leaves.items()
+    }
+    rest = stages[first : first + 1] + [_Rescale(shift)] * (shift != 1) + stages[first + 1 :]
+    return await Chain(tuple(rest)).apply(leaves, state, comm.replace(owned=True))
+
+
+@dataclass(frozen=True, repr=False)
+class _Rescale(Pipeline):
+    """Takes the power of two back."""
+
+    factor: float
+
+    async def apply(self, tree: Leaves, state: State, comm: Comm) -> tuple[Leaves, State]:
+        return {p: scaled(leaf, self.factor, p) if _fractional(leaf) else leaf for p, leaf in tree.items()}, state
+
+
+def _power_of_two(number: float) -> float:
+    """The smallest power of two that is not below `number`."""
+    mantissa, exponent = math.frexp(number)
+    return math.ldexp(1.0, exponent - 1 if mantissa == 0.5 else exponent)
+
+
+def _fractional(leaf: Tensor) -> bool:
+    return leaf.is_floating_point() or leaf.is_complex()
 
 
 def _apart(leaves: Leaves) -> bool:

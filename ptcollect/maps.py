@@ -161,6 +161,9 @@ class _ClipByValue(_Leafwise):
             return torch.view_as_complex(real.clamp(-self.limit, self.limit))
         if leaf.dtype.itemsize == 1 and leaf.dtype.is_floating_point:  # float8 has no arithmetic of its own
             return leaf.to(torch.float32).clamp(-self.limit, self.limit).to(leaf.dtype)
+        if not leaf.is_floating_point():
+            held = torch.iinfo(leaf.dtype)  # bounds as ints of that dtype: floats would make the leaf one of floats
+            return leaf.clamp(max(-int(self.limit), held.min), min(int(self.limit), held.max))
         return leaf.clamp(-self.limit, self.limit)
 
 

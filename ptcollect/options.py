@@ -63,7 +63,6 @@ class Options:
         if not isinstance(read.donate, bool):
             raise TypeError(f"donate: expected True or False, got {read.donate!r}")
         _check_group(read.group)
-        _check_weight(read.weight)
         return read
 
 
@@ -74,7 +73,12 @@ def _check_group(group: Any) -> None:
         raise TypeError(f"group: expected a ProcessGroup, a DeviceMesh or None, got {type(group).__name__}")
 
 
-def _check_weight(weight: Any) -> None:
+def check_weight(weight: Any) -> None:
+    """Raise for a weight that is no number of samples; within the call, since it may be so on one rank only.
+
+    Raises:
+        ValueError: `weight` is negative, not finite or no number.
+    """
     number = isinstance(weight, (int, float)) and not isinstance(weight, bool)
     if weight is not None and not (number and math.isfinite(weight) and weight >= 0):
         raise ValueError(f"weight: expected a number of samples, finite and not negative, got {weight!r}")

@@ -95,17 +95,9 @@ def simulate(
     if states is None:
         states = [pipeline.init(tree) for tree in trees]
     network = _Network(shape)
-    ranks = [
-        _Rank(
-            network,
-            r,
-            pipeline,
-            trees[r],
-            states[r],
-            Options.read({"weight": weights[r] if weights else None, "missing": missing, "check": check}),
-        )
-        for r in range(n)
-    ]
+    same = {"missing": missing, "check": check}
+    options = [Options.read({**same, "weight": None if weights is None else weights[r]}) for r in range(n)]
+    ranks = [_Rank(network, r, pipeline, trees[r], states[r], options[r]) for r in range(n)]
     with torch.no_grad():
         _run(ranks)
     results = [rank.result for rank in ranks]

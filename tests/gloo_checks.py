@@ -80,6 +80,11 @@ def complaining(complaints: list[str]) -> Iterator[None]:
         complaints.append(str(error))
 
 
+def fresh(seconds: float = 10) -> dist.ProcessGroup:
+    """A group of all ranks that no other check uses, so that what a failure leaves behind stays in its check."""
+    return dist.new_group(timeout=timedelta(seconds=seconds))
+
+
 def works(n: int, group: Any = None, rank: int | None = None) -> None:
     """A call on the group gives the right mean."""
     rank = dist.get_rank(group) if rank is None else rank
@@ -367,11 +372,20 @@ def both_dims_of_a_mesh(rank: int, n: int) -> None:
             pc.ring_reduce(axis=axis), [torch.full((3,), 10.0**r) for r in range(n)], axes={"node": 2, "local": 2}
         )
         equal(RING(alone, group=mesh[axis]), want.trees[rank], f"mesh[{axis!r}]")
-    with raising(pc.PipelineError, "ring_reduce", "'node', 'local'", "axis='node'"):
-        RING(torch.ones(1), group=mesh)
     with raising(pc.TreeMismatchError, "'w'", "(1,)", "(2,)", "global rank 3"):
         pc.ring_reduce(axis="local")({"w": torch.ones(2 if rank == 3 else 1)}, group=mesh)
     equal(pc.ring_reduce(axis="node")(torch.ones(2), group=mesh), torch.ones(2), "after the error")
+
+
+@check(4)
+def a_mesh_wants_an_axis(rank: int, n: int) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("node", "local"))
+    for _ in range(3):
+        with raising(pc.PipelineError, "ring_reduce", "'node', 'local'", "axis='node'"):
+            RING(torch.ones(1), group=mesh)
+        with raising(pc.PipelineError, "ring_reduce", "'lokal'", "'node', 'local'"):
+            pc.ring_reduce(axis="lokal")(torch.ones(1), group=mesh)
+    equal(pc.ring_reduce(axis="node")(torch.ones(2), group=mesh), torch.ones(2), "after the errors")
 
 
 # Agreement ----------------------------------------------------------------------------------------------------------
@@ -380,12 +394,14 @@ def both_dims_of_a_mesh(rank: int, n: int) -> None:
 @check()
 def agreement_happens_as_often_as_asked(rank: int, n: int) -> None:
     tree = {"w": torch.full((4,), float(rank))}
-    pipeline = pc.chain(pc.ring_reduce(), pc.scale(3.0))  # called nowhere else
+    pipeline = pc.chain(pc.ring_reduce(), pc.scale(3.0))
     want = pc.simulate(pipeline, [{"w": torch.full((4,), float(r))} for r in range(n)]).trees[rank]
+
+    group = fresh()
 
     def agreed(**options: Any) -> bool:
         with pc.traffic() as sent:
-            equal(pipeline(tree, **options), want, f"{options}")
+            equal(pipeline(tree, group=group, **options), want, f"{options}")
         return sent.agreement_bytes > 0
 
     expect([agreed(check="first") for _ in range(3)] == [True, False, False], 'check="first"')
@@ -395,7 +411,7 @@ def agreement_happens_as_often_as_asked(rank: int, n: int) -> None:
 
 @check()
 def mismatches_are_told_to_all_ranks_and_harm_nothing(rank: int, n: int) -> None:
-    last = n - 1
+    group, last = fresh(), n - 1
     odd = rank == last
     told = ("rank 0", f"rank {last}")
 
@@ -410,53 +426,57 @@ def mismatches_are_told_to_all_ranks_and_harm_nothing(rank: int, n: int) -> None
             (torch.ones(3), torch.ones(3).double(), ("float32", "float64")),
         ):
             with raising(pc.TreeMismatchError, "'b.w'", *told, *shown, within=2):
-                pipeline(tree(other if odd else one))
-        works(n)
+                pipeline(tree(other if odd else one), group=group)
+        works(n, group)
     with raising(pc.TreeMismatchError, "'extra'", *told, "no such leaf", "(7,)"):
-        RING(tree(torch.ones(1), **({"extra": torch.ones(7)} if odd else {})))
+        RING(tree(torch.ones(1), **({"extra": torch.ones(7)} if odd else {})), group=group)
     with raising(pc.TreeMismatchError, "different pipelines", *told, repr(RING), repr(SYNC)):
-        (SYNC if odd else RING)(tree(torch.ones(1)))
+        (SYNC if odd else RING)(tree(torch.ones(1)), group=group)
     with raising(pc.TreeMismatchError, "different pipelines", *told, "ring_reduce()", 'ring_reduce(op="sum")'):
-        pc.ring_reduce(op="sum" if odd else "mean")(tree(torch.ones(1)))
+        pc.ring_reduce(op="sum" if odd else "mean")(tree(torch.ones(1)), group=group)
     with raising(pc.TreeMismatchError, "missing", *told, "zeros", "error"):
-        RING(tree(torch.ones(1)), missing="zeros" if odd else "error")
+        RING(tree(torch.ones(1)), missing="zeros" if odd else "error", group=group)
     with raising(pc.TreeMismatchError, "weight", *told):
-        RING(tree(torch.ones(1)), weight=1.0 if odd else None)
+        RING(tree(torch.ones(1)), weight=1.0 if odd else None, group=group)
     with raising(pc.TreeMismatchError, "check", *told, "first", "every_step"):
-        RING(tree(torch.ones(1)), check="first" if odd else "every_step")
-    expect(RING(tree(torch.ones(1)), donate=odd)["a"].tolist() == [1.0, 1.0], "donate may differ")
+        RING(tree(torch.ones(1)), check="first" if odd else "every_step", group=group)
+    expect(RING(tree(torch.ones(1)), donate=odd, group=group)["a"].tolist() == [1.0, 1.0], "donate may differ")
     swapped = {"b": torch.ones(1), "a": torch.ones(2)} if odd else {"a": torch.ones(2), "b": torch.ones(1)}
-    expect(RING(swapped)["a"].tolist() == [1.0, 1.0], "keys in another order")
-    pending = RING.start(tree(torch.ones(5 if odd else 3)))
+    expect(RING(swapped, group=group)["a"].tolist() == [1.0, 1.0], "keys in another order")
+    pending = RING.start(tree(torch.ones(5 if odd else 3)), group=group)
     with raising(pc.TreeMismatchError, "'b.w'", *told, "(5,)", "(3,)"):
         pending.wait()
-    works(n)
+    works(n, group)
 
 
 @check()
 def a_mismatch_at_step_3_is_an_error_at_step_3(rank: int, n: int) -> None:
     # It corrupted the next collective: pytorch#174844.
+    group = fresh()
     pipeline = pc.chain(momentum(), pc.ring_reduce())
     state = pipeline.init({"w": torch.ones(3)})
     for _ in range(3):
-        tree, state = pipeline.update({"w": torch.ones(3)}, state)
+        tree, state = pipeline.update({"w": torch.ones(3)}, state, group=group)
     with raising(pc.TreeMismatchError, "'w'", "(3,)", "(4,)"):
-        pipeline.update({"w": torch.ones(4 if rank == 0 else 3)}, state)
-    tree, state = pipeline.update({"w": torch.ones(3)}, state)
+        pipeline.update({"w": torch.ones(4 if rank == 0 else 3)}, state, group=group)
+    tree, state = pipeline.update({"w": torch.ones(3)}, state, group=group)
     expect(state["step"] == 4, f"step {state['step']}")
     expect(bool(tree["w"].isfinite().all()), f"{tree}")
     with raising(pc.TreeMismatchError, "different steps", "rank 0 has 4", "rank 1 has 5"):
-        pipeline.update({"w": torch.ones(3)}, {**state, "step": 4 if rank != 1 else 5})
-    works(n)
+        pipeline.update({"w": torch.ones(3)}, {**state, "step": 4 if rank != 1 else 5}, group=group)
+    works(n, group)
 
 
 @check()
 def a_dtype_without_a_mean_is_an_error_before_traffic(rank: int, n: int) -> None:
-    for pipeline in (RING, SYNC, pc.all_reduce()):
-        with pc.traffic() as sent, raising(pc.PipelineError, "'flags'", "torch.bool"):
-            pipeline({"flags": torch.ones(2).bool(), "w": torch.ones(2)})
-        expect(sent.bytes == 0, f"{sent.bytes} bytes")
-    works(n)
+    group, complaints = fresh(), list[str]()
+    for pipeline in (RING, SYNC, pc.all_reduce(), pc.gather_avg(), pc.broadcast()):
+        with complaining(complaints):
+            with pc.traffic() as sent, raising(pc.PipelineError, "'flags'", "torch.bool"):
+                pipeline({"flags": torch.ones(2).bool(), "w": torch.ones(20)}, group=group)
+            expect(sent.bytes == 0, f"{pipeline!r} sent {sent.bytes} bytes")
+    expect(not complaints, "\n".join(complaints))
+    works(n, group)
 
 
 # Failures -----------------------------------------------------------------------------------------------------------
@@ -464,18 +484,34 @@ def a_dtype_without_a_mean_is_an_error_before_traffic(rank: int, n: int) -> None
 
 @check()
 def a_leaf_that_is_no_tensor_on_one_rank(rank: int, n: int) -> None:
-    if rank == 1:
-        with raising(TypeError, "'w'", "float", within=1):
-            RING({"w": 1.0})
-    else:
-        with raising(pc.PeerLostError, "rank 1", "'w'", "float", within=1):
-            RING({"w": torch.ones(1)})
-    works(n)
+    group = fresh()
+    for kind, leaf, word in ((TypeError, 1.0, "float"), (TypeError, torch.ones(2).to_sparse(), "sparse")):
+        if rank == 1:
+            with raising(kind, "'w'", word, within=1):
+                RING({"w": leaf}, group=group)
+        else:
+            with raising(pc.PeerLostError, "rank 1", "'w'", word, within=1):
+                RING({"w": torch.ones(2)}, group=group)
+        works(n, group)
+
+
+@check()
+def an_error_that_every_rank_makes_by_itself_harms_nothing(rank: int, n: int) -> None:
+    # Ranks are not equally fast: one drops its connections while another still agrees or connects.
+    group = fresh(5)
+    for turn in range(12):
+        with raising(pc.PipelineError, "'flags'"):
+            RING({"flags": torch.ones(2).bool()}, group=group)
+        with raising(ValueError, "root=9", "0 to"):
+            pc.broadcast(root=9)({"w": torch.ones(2)}, group=group)
+        if turn % 3 == 0:
+            works(n, group)
 
 
 @check()
 def a_rank_that_raises_ends_the_call_on_all(rank: int, n: int) -> None:
-    # The others would wait for the group's timeout, which is 20 s here.
+    # The others would wait for the group's timeout.
+    group = fresh()
     for culprit in range(n):
 
         def fails(tree: Any, culprit: int = culprit) -> Any:
@@ -494,14 +530,14 @@ def a_rank_that_raises_ends_the_call_on_all(rank: int, n: int) -> None:
         for pipeline in pipelines:
             for started in (False, True):
                 tree = [torch.ones(5) * i for i in range(4)]
-                call = (lambda p, t: p.start(t).wait()) if started else (lambda p, t: p(t))
+                call = (lambda p, t: p.start(t, group=group).wait()) if started else (lambda p, t: p(t, group=group))
                 if rank == culprit:
                     with raising(ZeroDivisionError, f"rank {culprit} cannot", within=1):
                         call(pipeline, tree)
                 else:
                     with raising(pc.PeerLostError, f"rank {culprit}", "ZeroDivisionError", "cannot", within=1):
                         call(pipeline, tree)
-                works(n)
+                works(n, group)
 
 
 @pc.reducer
@@ -517,15 +553,16 @@ async def stumbles(x: Tensor, comm: pc.Comm, *, culprit: int = 0) -> Tensor:
 
 @check()
 def a_reducer_that_raises_between_rounds(rank: int, n: int) -> None:
+    group = fresh()
     for culprit in (0, n - 1):
         tree = {name: torch.ones(1000) for name in "abcdefgh"}
         if rank == culprit:
             with raising(KeyError, "stumbled", within=1):
-                stumbles(culprit)(tree)
+                stumbles(culprit)(tree, group=group)
         else:
             with raising(pc.PeerLostError, f"rank {culprit}", "KeyError", within=1):
-                stumbles(culprit)(tree)
-        works(n)
+                stumbles(culprit)(tree, group=group)
+        works(n, group)
 
 
 @check()
@@ -535,12 +572,14 @@ def calls_in_flight_when_one_fails(rank: int, n: int) -> None:
             raise ZeroDivisionError("cannot")
         return tree
 
-    good, bad = RING.start([torch.ones(4)]), pc.chain(pc.stateless(fails), RING).start([torch.ones(4)])
-    after = RING.start([torch.full((4,), 2.0)])
-    equal(good.wait()[0], [torch.ones(4)], "before")
-    with raising(ZeroDivisionError if rank == 0 else pc.PeerLostError, "cannot", within=2):
-        bad.wait()
-    equal(after.wait()[0], [torch.full((4,), 2.0)], "after")
+    group = fresh()
+    bad = pc.chain(pc.stateless(fails), RING)
+    for _ in range(3):
+        pending = [each.start([torch.full((4,), 2.0)], group=group) for each in (RING, bad, RING)]
+        equal(pending[0].wait()[0], [torch.full((4,), 2.0)], "before")
+        with raising(ZeroDivisionError if rank == 0 else pc.PeerLostError, "cannot", within=2):
+            pending[1].wait()
+        equal(pending[2].wait()[0], [torch.full((4,), 2.0)], "after")
 
 
 @check()
@@ -550,28 +589,45 @@ def a_failure_after_others_had_finished_is_told_at_the_next_call(rank: int, n: i
             raise ZeroDivisionError("too late")
         return tree
 
-    pipeline = pc.chain(pc.gather_avg(), pc.stateless(fails))
-    if rank == 0:
-        with raising(ZeroDivisionError, "too late", within=1):
-            pipeline([torch.ones(1)])
-    else:
+    group = fresh()
+    pipeline = pc.chain(pc.gather_avg(), pc.stateless(fails))  # the others are done when they have sent
+    for _ in range(3):
+        heard = False
         try:
-            pipeline([torch.ones(1)])
+            pipeline([torch.ones(1)], group=group)
+        except ZeroDivisionError:
+            heard = True
         except pc.PeerLostError as error:
+            heard = True
             expect("too late" in str(error), str(error))
-    with contextlib.suppress(pc.PeerLostError):
-        RING([torch.ones(1)])  # here every rank hears of it, unless all did before
-    works(n)
+        # Every rank hears of it at the next call, unless every rank did before.
+        everyone: list[Any] = [None] * n
+        dist.all_gather_object(everyone, heard)
+        if all(everyone):
+            works(n, group)
+        else:
+            with raising(pc.PeerLostError, "the previous call failed on rank", within=2):
+                RING([torch.ones(1)], group=group)
+        works(n, group)
+
+
+@check()
+def a_first_call_that_one_rank_makes_alone(rank: int, n: int) -> None:
+    group = fresh(2)
+    if rank == 0:
+        with raising(pc.PeerLostError, "rank 0", "did every rank make this call?", within=4):
+            RING([torch.ones(1)], group=group)
+    dist.barrier()
+    works(n, group)
 
 
 @check()
 def a_silent_peer_is_named_after_the_groups_timeout(rank: int, n: int) -> None:
     # The group's timeout was ignored: pytorch#165422.
-    group = dist.new_group(timeout=timedelta(seconds=2))
+    group, sleeper = fresh(2), n - 1
     works(n, group)
-    sleeper = n - 1
     if rank == sleeper:
-        time.sleep(4)
+        time.sleep(3)
         with raising(pc.PeerLostError, within=3):
             RING({"w": torch.ones(4)}, group=group)
     else:
@@ -579,24 +635,27 @@ def a_silent_peer_is_named_after_the_groups_timeout(rank: int, n: int) -> None:
         with raising(pc.PeerLostError, f"rank {sleeper}", "round ", within=3.5):
             RING({"w": torch.ones(4)}, group=group)
         expect(time.monotonic() - start > 1.5, f"gave up after {time.monotonic() - start:.2f} s")
+    dist.barrier()
+    works(n, group)
 
 
 @check()
 def a_peer_that_falls_silent_in_a_call_is_named_with_round_and_leaf(rank: int, n: int) -> None:
     def sleeps(tree: Any) -> Any:
         if dist.get_rank() == n - 1:
-            time.sleep(4)
+            time.sleep(3)
         return tree
 
-    group = dist.new_group(timeout=timedelta(seconds=2))
+    group = fresh(2)
     works(n, group)
     pipeline = pc.chain(pc.stateless(sleeps), pc.all_to_all_avg())
     if rank == n - 1:
-        with raising(pc.PeerLostError, "'b.w'", within=7):
+        with raising(pc.PeerLostError, within=6):
             pipeline({"b": {"w": torch.ones(8)}}, group=group)
     else:
         with raising(pc.PeerLostError, f"rank {n - 1}", "round ", "'b.w'", "all_to_all_avg", within=3.5):
             pipeline({"b": {"w": torch.ones(8)}}, group=group)
+    dist.barrier()
     works(n, group)  # on a new private group
 
 
@@ -674,14 +733,14 @@ def a_group_can_be_destroyed_and_made_again(rank: int, n: int) -> None:
 
 @check(3, fatal=True)
 def a_rank_that_dies_before_its_call(rank: int, n: int) -> None:
-    fresh = dist.new_group(timeout=timedelta(seconds=3))
-    works(n)
+    used, unused = fresh(3), fresh(3)
+    works(n, used)
     if rank == 1:
         os._exit(0)
     with raising(pc.PeerLostError, within=2):
-        RING({"w": torch.ones(4)})
+        RING({"w": torch.ones(4)}, group=used)
     with raising(pc.PeerLostError, "rank", within=6):
-        RING({"w": torch.ones(4)}, group=fresh)
+        RING({"w": torch.ones(4)}, group=unused)
 
 
 @check(4, fatal=True)
@@ -691,9 +750,10 @@ def a_rank_that_is_killed_in_its_call(rank: int, n: int) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         return tree
 
-    works(n)
+    group = fresh()
+    works(n, group)
     with raising(pc.PeerLostError, "rank", within=2):
-        pc.chain(pc.stateless(killed), pc.ring_reduce())({"w": torch.ones(4)})
+        pc.chain(pc.stateless(killed), pc.ring_reduce())({"w": torch.ones(4)}, group=group)
 
 
 @check(2, fatal=True)
