@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from codec_table import gradients, one_thread, same_data  # noqa: F401  (one_thread is a fixture)
-from compression_ranks import PIPELINES, STEPS, ended, launch, one_spoilt
+from compression_ranks import PIPELINES, ended, launch, one_spoilt, steps
 
 import ptcollect as pc
 
@@ -28,7 +28,7 @@ def outcomes(n: int) -> dict[str, list[Any]]:
 @pytest.mark.parametrize("row", range(len(PIPELINES)), ids=[repr(pipeline) for pipeline in PIPELINES])
 def test_gloo_is_the_simulator(row, n):
     pipeline, states = PIPELINES[row], None
-    for step in range(STEPS):
+    for step in range(steps(pipeline)):
         run = pc.simulate(pipeline, [one_spoilt(pipeline, rank, n, step) for rank in range(n)], states)
         states = run.states if pipeline.stateful else None
         for rank in range(n):
