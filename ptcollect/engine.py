@@ -26,7 +26,7 @@ from ptcollect.options import Options
 from ptcollect.pending import Pending
 from ptcollect.pipeline import Pipeline
 from ptcollect.process_groups import Members, PrivateGroup, exists, members_of
-from ptcollect.schedule import Task, drive, message_tag
+from ptcollect.schedule import Task, drive
 from ptcollect.state import State
 from ptcollect.traffic import count
 
@@ -140,16 +140,14 @@ class Lane:
         """Run the call's program; on a failure that peers cannot know of, tell them and drop the private groups."""
         self.calls += 1
         while True:
-            self.place.forget_errors()
+            self.place.unanimous = None
             try:
                 with torch.no_grad():
                     return self._drive(pipeline, tree, state, options)
             except _EarlierFailureError:
                 self._drop("an earlier call failed")  # known by now to all; this call can still be made, on a new group
             except BaseException as error:
-                if error is self.place.unanimous:
-                    self.close()  # no peer waits for word of it, but data may be under way
-                else:
+                if error is not self.place.unanimous:
                     self.place.last_failed = True
                     self._drop(_reason(error))
                 raise
@@ -188,7 +186,7 @@ class Lane:
             return PeerLostError(
                 f"{text}; that rank may have exited, been killed, or been silent for longer than the timeout"
             )
-        if note.call < self.calls and not request.salt:  # while agreeing
+        if note.call < self.calls and isinstance(request, Exchange) and request.control:
             return _EarlierFailureError()
         return PeerLostError(f"{note.who} failed: {note.why} ({text})")
 
@@ -226,7 +224,7 @@ class _Posted:
         self.members = members
         self.request = request
         self.round = task.round
-        self.tag = message_tag(request, task)
+        self.tag = task.tag
         self.pending: list[tuple[str, int, int, Any]] = []  # what it is, its bytes, the peer (-1: all), its Work
         self.buffers: dict[int, Tensor] = {}
         self.sent: list[Tensor] = []
