@@ -14,7 +14,6 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 
 import torch
@@ -74,9 +73,6 @@ async def agree(digest: bytes, describe: Callable[[], Description], comm: Comm) 
             for text in lists
             for each in json.loads(text)
         ]
-    for axis in comm.axes:  # a rank closes its connections after this, so first let everybody hear everything
-        with suppress(PeerLostError):
-            await _disseminate(digest, True, comm.on_axis(axis, "agreement"))
     return described
 
 

@@ -39,10 +39,6 @@ class Place:
     checked: set[bytes] = field(default_factory=set)
     """Digests of the pipelines that have been called here with ``check="first"``."""
 
-    def forget_errors(self) -> None:
-        """Begin another call: no error of it is known yet."""
-        self.unanimous = None
-
     @property
     def size(self) -> int:
         """World size over all axes."""
@@ -63,34 +59,18 @@ async def call(pipeline: Pipeline, tree: Any, state: State | None, place: Place,
             await _report(error, _Brought(pipeline, 0, {}, (), place, options), comm)
         raise
     step = state.get("step", 0)
-    comm = comm.replace(step=step, structure=structure)
-    mine = _Brought(pipeline, step, leaves, structure.paths, place, options)
-    if checks and options.missing == "error" and not options.donate:
-        # Side by side. The digest is in the tags of all messages, so ranks that differ exchange nothing but the
-        # agreement;
-        # and as a call in which they differ can only fail, nothing has to be undone.
-        digest = mine.digest()
-        apart = comm.replace(salt=2 + int.from_bytes(digest[:4], "little") // 2)
-        work = _apply(pipeline, leaves, state, apart, options)
-        _, (out, new) = await comm.fork([_agreed(mine, digest, comm), work])
-    else:
-        if checks:
-            found = leaves | await _agreed(mine, mine.digest(), comm)
-            leaves = {path: found[path] for path in structure.paths if path in found}
-        out, new = await _apply(pipeline, leaves, state, comm.replace(salt=1), options)
-    return structure.unflatten(out), {"step": step + 1, **new} if pipeline.stateful else {}
-
-
-async def _apply(
-    pipeline: Pipeline, leaves: Leaves, state: State, comm: Comm, options: Options
-) -> tuple[Leaves, State]:
-    comm = comm.replace(owned=options.donate and _apart(leaves))
+    if checks:
+        found = leaves | await _agreed(_Brought(pipeline, step, leaves, structure.paths, place, options), comm)
+        leaves = {path: found[path] for path in structure.paths if path in found}
+    comm = comm.replace(step=step, structure=structure, owned=options.donate and _apart(leaves))
     stages = {name: value for name, value in state.items() if name != "step"}
     if options.weight is not None:
         out, stages = await _weighted(pipeline, leaves, stages, comm, options.weight)
     else:
         out, stages = await pipeline.apply(leaves, stages, comm)
-    return out if options.donate or pipeline.fresh else _private(out, leaves), stages
+    if not options.donate and not pipeline.fresh:
+        out = _private(out, leaves)
+    return structure.unflatten(out), {"step": step + 1, **stages} if pipeline.stateful else {}
 
 
 def _must_check(pipeline: Pipeline, place: Place, options: Options) -> bool:
@@ -166,9 +146,9 @@ async def _report(error: Exception, mine: _Brought, comm: Comm) -> None:
     mine.place.unanimous = error
 
 
-async def _agreed(mine: _Brought, digest: bytes, comm: Comm) -> Leaves:
+async def _agreed(mine: _Brought, comm: Comm) -> Leaves:
     """Return the zeros that fill this rank's missing leaves, or raise on every rank."""
-    everyone = await agree(digest, mine.describe, comm)
+    everyone = await agree(mine.digest(), mine.describe, comm)
     mine.place.last_failed = False  # every rank knows by now
     if everyone is None:
         return {}

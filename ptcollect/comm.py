@@ -53,8 +53,6 @@ class Request(Generic[T]):
     axis: str | None
     leaf: str
     stage: str
-    salt: int
-    """Part of its messages' tags, so that different calls never take each other's messages; 0: the agreement's."""
     outstanding: list[Request[Any]] = field(repr=False)
 
     def __post_init__(self) -> None:
@@ -132,7 +130,6 @@ class Comm:
         """The dtype in which an enclosing `compress` wants this leaf summed natively; ``None``: as it is."""
         self.owned = False
         """Whether the tensors handed down belong to the pipeline, which may then overwrite them."""
-        self.salt = 0
         self.stage = ""
         self.leaf = ""
         self.dtype = torch.float32
@@ -288,8 +285,8 @@ class Comm:
             raise PipelineError(f"{self.stage or 'a transform'} used the codec of a comm that is not for one leaf")
         return self.codec
 
-    def _about(self) -> tuple[tuple[str, int, str], str | None, str, str, int, list[Request[Any]]]:
-        return _caller(), self.axis, self.leaf, self.stage, self.salt, self._outstanding
+    def _about(self) -> tuple[tuple[str, int, str], str | None, str, str, list[Request[Any]]]:
+        return _caller(), self.axis, self.leaf, self.stage, self._outstanding
 
 
 def _shown(place: tuple[str, int, str]) -> str:

@@ -13,6 +13,7 @@ import threading
 import weakref
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -26,7 +27,7 @@ from ptcollect.options import Options
 from ptcollect.pending import Pending
 from ptcollect.pipeline import Pipeline
 from ptcollect.process_groups import Members, PrivateGroup, exists, members_of
-from ptcollect.schedule import Task, drive, message_tag
+from ptcollect.schedule import Task, drive
 from ptcollect.state import State
 from ptcollect.traffic import count
 
@@ -75,7 +76,7 @@ class Lane:
         axes: dict[str | None, Axis] = {axis: Axis(members.rank, members.size) for axis, members in self.dims.items()}
         self.place = Place(axes or {None: Axis(0, 1)}, _place_name(dims))
         self.private: dict[str | None, PrivateGroup] = {}
-        self.generation = 0
+        self.generations: dict[str | None, int] = {}
         self.calls = 0
         self.works: set[_Posted] = set()
         self._lock = threading.Lock()  # held by whoever performs a call
@@ -140,17 +141,15 @@ class Lane:
         """Run the call's program; on a failure that peers cannot know of, tell them and drop the private groups."""
         self.calls += 1
         while True:
-            self.place.forget_errors()
+            self.place.unanimous = None
             try:
                 with torch.no_grad():
                     return self._drive(pipeline, tree, state, options)
             except _EarlierFailureError:
                 self._drop("an earlier call failed")  # known by now to all; this call can still be made, on a new group
             except BaseException as error:
-                if error is self.place.unanimous:
-                    self.close()  # no peer waits for word of it, but data may be under way
-                else:
-                    self.place.last_failed = True
+                if error is not self.place.unanimous:
+                    self.place.last_failed = bool(self.private)  # without any connection nothing can have begun
                     self._drop(_reason(error))
                 raise
 
@@ -175,10 +174,12 @@ class Lane:
         return posted
 
     def _group(self, members: Members) -> PrivateGroup:
-        if not self.private:
-            self.generation += 1
         if members.axis not in self.private:
-            self.private[members.axis] = PrivateGroup(members, self.generation)
+            # A mesh and its slices are lanes of their own, though they share groups.
+            owner = "+".join(axis or "" for axis in self.dims)
+            group = PrivateGroup(members, owner, self.generations.get(members.axis, 0) + 1)
+            self.private[members.axis] = group
+            self.generations[members.axis] = group.generation
         return self.private[members.axis]
 
     def lost(self, text: str, members: Members, request: Request[Any]) -> Exception:
@@ -188,7 +189,7 @@ class Lane:
             return PeerLostError(
                 f"{text}; that rank may have exited, been killed, or been silent for longer than the timeout"
             )
-        if note.call < self.calls and not request.salt:  # while agreeing
+        if note.call < self.calls and isinstance(request, Exchange) and request.control:
             return _EarlierFailureError()
         return PeerLostError(f"{note.who} failed: {note.why} ({text})")
 
@@ -226,7 +227,7 @@ class _Posted:
         self.members = members
         self.request = request
         self.round = task.round
-        self.tag = message_tag(request, task)
+        self.tag = task.tag
         self.pending: list[tuple[str, int, int, Any]] = []  # what it is, its bytes, the peer (-1: all), its Work
         self.buffers: dict[int, Tensor] = {}
         self.sent: list[Tensor] = []
@@ -288,6 +289,7 @@ class _Posted:
         trouble = self._wait_each()
         if trouble is not None:
             self.failure = self.lane.lost(f"{self._what()}: {trouble}", self.members, self.request)
+            self.forget()
         self.lane.works.discard(self)
 
     def _wait_each(self) -> str | None:
@@ -295,12 +297,14 @@ class _Posted:
         timeout = self.lane.private[self.members.axis].timeout
         while self.pending:
             doing, size, peer, work = self.pending[0]
-            try:
-                work.wait(timeout)
-            except RuntimeError as error:
-                return f"{doing} {size} bytes{self._toward(doing, peer)} failed: {_first_line(error)}"
+            trouble = _wait_watching(work, timeout, self._given_up) if peer < 0 else _wait(work, timeout)
+            if trouble is not None:
+                return f"{doing} {size} bytes{self._toward(doing, peer)} failed: {trouble}"
             del self.pending[0]
         return None
+
+    def _given_up(self) -> bool:
+        return self.lane.private[self.members.axis].read_note() is not None
 
     def result(self) -> Any:
         """The packets received, or the reduced tensor."""
@@ -333,6 +337,30 @@ class _Posted:
 
     def _named(self, rank: int) -> str:
         return self.members.named(rank)
+
+
+def _wait(work: Any, timeout: timedelta) -> str | None:
+    """Wait for `work`; what went wrong, in words."""
+    try:
+        work.wait(timeout)
+    except RuntimeError as error:
+        return _first_line(error)
+    return None
+
+
+def _wait_watching(work: Any, timeout: timedelta, given_up: Callable[[], bool]) -> str | None:
+    """The same for a collective, which does not always notice that a peer has closed its connections."""
+    slices = max(1, round(timeout / _SLICE))
+    for _ in range(slices):
+        trouble = _wait(work, _SLICE)
+        if trouble is None or "timed out" not in trouble.lower():
+            return trouble
+        if given_up():
+            return "a peer gave up"
+    return f"no end within {timeout.total_seconds():g} s"
+
+
+_SLICE = timedelta(seconds=0.25)
 
 
 def _work(lane: weakref.ref[Lane], jobs: queue.SimpleQueue[tuple[Callable[[Lane], Any], Future[Any]]]) -> None:

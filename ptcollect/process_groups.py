@@ -97,13 +97,19 @@ def exists(group: dist.ProcessGroup) -> bool:
 class PrivateGroup:
     """A group of the engine's own among the members of one dimension of the user's group."""
 
-    def __init__(self, members: Members, generation: int) -> None:
+    def __init__(self, members: Members, owner: str, generation: int) -> None:
         self.members = members
-        self.store = PrefixStore(f"ptcollect/{members.axis or ''}/{generation}", members.group.get_group_store())
+        self.owner = owner
+        self.store = self._store(generation)
         self.timeout = members.timeout
+        while self.read_note() is not None:  # members gave that one up, perhaps before this rank ever tried it
+            generation += 1
+            self.store = self._store(generation)
+        self.generation = generation
         try:
             self.gloo: Any = dist.ProcessGroupGloo(self.store, members.rank, members.size, self.timeout)
         except RuntimeError as error:
+            self.write_note(0, members.named(members.rank), "found no connection")
             raise PeerLostError(
                 f"{members.named(members.rank)} found no connection to all {members.size} ranks of the group within "
                 f"{self.timeout.total_seconds():g} s: {str(error).splitlines()[0]}; did every rank make this call?"
@@ -113,6 +119,10 @@ class PrivateGroup:
         self.device_group = (
             dist.new_group(list(members.global_ranks), use_local_synchronization=True) if native else None
         )
+
+    def _store(self, generation: int) -> PrefixStore:
+        name = f"ptcollect/{self.owner}/{self.members.axis or ''}/{generation}"
+        return PrefixStore(name, self.members.group.get_group_store())
 
     def write_note(self, call: int, who: str, why: str) -> None:
         """Leave word of a failure for the peers, before they see the connection close; the first note stays."""
@@ -129,12 +139,14 @@ class PrivateGroup:
     def drop(self) -> None:
         """Close every connection, so that peers fail at once, and let go."""
         gloo, self.gloo = self.gloo, None
-        if gloo is not None and self.members.size > 1:
-            # A timed-out wait closes all pairs. Without it, dropping a group with a collective under way blocks till
-            # its timeout.
-            other = (self.members.rank + 1) % self.members.size
-            with suppress(RuntimeError):
-                gloo.recv([torch.empty(1, dtype=torch.uint8)], other, _UNUSED_TAG).wait(timedelta(milliseconds=1))
+        # A wait that times out closes all pairs. Letting go alone does not while anything holds the group, a traceback,
+        # say,
+        # and with a collective under way blocks until its timeout. On a pair that is closed there is no wait: try them
+        # all.
+        for other in range(self.members.size):
+            if gloo is not None and other != self.members.rank:
+                with suppress(RuntimeError):
+                    gloo.recv([torch.empty(1, dtype=torch.uint8)], other, _UNUSED_TAG).wait(timedelta(milliseconds=1))
         if self.device_group is not None:
             self.device_group.abort()
             self.device_group = None

@@ -1,9 +1,8 @@
 """Runs one rank's coroutines: which one goes next, and in which order requests are made.
 
 `drive` is a generator, so it knows neither sockets nor clocks. It posts requests through the `post` it is given and
-yields the handle it must wait for: the oldest of the agreement while that goes on, and else the oldest of all. The
-order in which requests are posted is therefore a function of the program alone, never of timing, which is what NCCL
-demands and gloo forgives until it deadlocks.
+yields the handle it must wait for: always the oldest. The order in which requests are posted is therefore a function of
+the program alone, never of timing, which is what NCCL demands and gloo forgives until it deadlocks.
 """
 
 from __future__ import annotations
@@ -18,11 +17,6 @@ from ptcollect.errors import PipelineError
 
 IN_FLIGHT = 4
 """How many children of a fork run at a time (benchmarks/sync_speed.py --in-flight measures it)."""
-
-
-def message_tag(request: Request[Any], task: Task) -> int:
-    """The tag of a request's messages: 0 for the agreement, else one for each call and task, the same on all ranks."""
-    return (request.salt + task.tag * 0x9E3779B1) % (2**31 - 2) + 1 if request.salt else 0
 
 
 class Handle(Protocol):
@@ -81,7 +75,6 @@ class _Driver:
         self.tags = 1
         self.ready: list[tuple[Task, Any, BaseException | None]] = [(self.main, None, None)]  # a stack: depth first
         self.posted: deque[tuple[Handle, Task]] = deque()
-        self.urgent: deque[tuple[Handle, Task]] = deque()  # the agreement's: nothing else is sure to end before it
         self.outcome: list[Any] = []
 
     def run(self) -> Generator[Handle, None, Any]:
@@ -91,7 +84,7 @@ class _Driver:
                     self._advance(*self.ready.pop())
                 if self.outcome:
                     return self.outcome[0]
-                handle, task = (self.urgent or self.posted).popleft()
+                handle, task = self.posted.popleft()
                 yield handle
                 if task.closed:
                     continue  # its fork failed elsewhere; the transfer is over, nobody wants the answer
@@ -120,7 +113,7 @@ class _Driver:
         elif isinstance(request, (Exchange, AllReduce)):
             task.round += 1
             try:
-                (self.posted if request.salt else self.urgent).append((self.post(request, task), task))
+                self.posted.append((self.post(request, task), task))
             except Exception as error:
                 self.ready.append((task, None, error))
         else:

@@ -16,7 +16,7 @@ from ptcollect.comm import AllReduce, Axis, Exchange, Packet, Request
 from ptcollect.errors import PeerLostError, PipelineError
 from ptcollect.options import Options
 from ptcollect.pipeline import Pipeline
-from ptcollect.schedule import Handle, Task, drive, message_tag
+from ptcollect.schedule import Handle, Task, drive
 from ptcollect.state import State
 from ptcollect.traffic import Traffic
 
@@ -203,9 +203,7 @@ class _Rank:
         if isinstance(request, Exchange):
             for peer, packet in request.send.items():
                 if packet.data.numel():
-                    self.network.mail[row, me, peer, message_tag(request, task)].append(
-                        Packet(packet.data.clone(), packet.numel)
-                    )
+                    self.network.mail[row, me, peer, task.tag].append(Packet(packet.data.clone(), packet.numel))
             return _WaitingForMail(self.network, request, task, row, me)
         assert isinstance(request, AllReduce)  # noqa: S101  (the driver posts nothing else)
         number = self.started[row]
@@ -219,6 +217,7 @@ class _Waiting:
         self.network = network
         self.request = request
         self.round = task.round
+        self.tag = task.tag
 
     def ready(self) -> bool:
         raise NotImplementedError
@@ -239,9 +238,7 @@ class _WaitingForMail(_Waiting):
         super().__init__(network, request, task)
         self.receive = request.receive
         self.places = request.places
-        self.boxes = {
-            peer: (row, peer, me, message_tag(request, task)) for peer, (_, size) in request.receive.items() if size
-        }
+        self.boxes = {peer: (row, peer, me, task.tag) for peer, (_, size) in request.receive.items() if size}
 
     def ready(self) -> bool:
         return all(self.network.mail[box] for box in self.boxes.values())

@@ -577,11 +577,15 @@ def train(rank: int, model: Products, row: Row, steps: int = 4, **options: Any) 
 GIVEN = {"ddp": RING, "nothing": LEAFWISE}
 
 
-@check(view=(False, True), given=GIVEN)
-def dtypes_side_by_side(rank: int, n: int, view: bool, given: str) -> None:
+@check(mode=("plain", "view", "static"), given=GIVEN)
+def dtypes_side_by_side(rank: int, n: int, mode: str, given: str) -> None:
     dtypes = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
     model = products(*(number(size, dtype=dtype) for size in (5, 30) for dtype in dtypes))
-    train(rank, model, GIVEN[given], given=given, gradient_as_bucket_view=view)
+    trio = train(rank, model, GIVEN[given], given=given, watch=True, **MODES[mode])
+    first = trio.calls[:4]
+    assert sum(count for *_, count in first) == 8, f"{trio.calls}"
+    if mode == "static":  # pytorch#63210
+        assert not any(last for _, last, _ in first), f"{first}"
 
 
 @check(view=(False, True), given=GIVEN)

@@ -36,4 +36,5 @@ def test_ranks_exit_as_they_should(which: str):
     ended = launched(which)
     expected = [KILLED.get((which, rank), 0) for rank in range(LAUNCHES[which][0])]
     assert ended.exit_codes == expected, "\n".join(ended.output)
-    assert [text for text in ended.output if text] == []
+    # torch's store says on stderr that it waited in vain, which two checks make it do.
+    assert [text for text in ended.output if text and "[c10d] waitForInput" not in text] == []

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ptcollect.comm import Comm
-from ptcollect.dtypes import flat_view, fresh_copy, joined_flat, overwrite, split_flat
+from ptcollect.dtypes import accumulation_dtype, flat_view, fresh_copy, joined_flat, overwrite, split_flat
 from ptcollect.errors import PipelineError
 from ptcollect.pipeline import Pipeline, Transform, Wrapped
 from ptcollect.reducers.reducer import Reducer
@@ -108,6 +108,8 @@ class Bucketize(Transform):
         return _plan(tuple(leaves), kinds, self.cap, self.order)
 
     async def update(self, inner: Pipeline, tree: Leaves, state: State, comm: Comm) -> tuple[Leaves, State]:
+        for path, leaf in tree.items():
+            accumulation_dtype(leaf.dtype, path)  # an error here comes before any traffic
         work = [self._bucket(inner, bucket, tree, comm) for bucket in self.plan(tree)]
         done: Leaves = {
             path: leaf if comm.owned else fresh_copy(leaf) for path, leaf in tree.items() if not leaf.numel()
