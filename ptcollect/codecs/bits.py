@@ -8,52 +8,43 @@ import torch
 from torch import Tensor
 
 
-def pack_bits(bits: Tensor) -> Tensor:
-    """A flat bool tensor as ceil(n/8) bytes, the first element in the lowest bit."""
-    bytes_of_eight = _filled(bits.view(torch.uint8), 8).view(torch.int64)
-    # Multiplying eight 0/1 bytes by this number moves byte i's bit to bit 56 + i: all eight meet in the top byte.
-    return ((bytes_of_eight * 0x0102040810204080) >> 56).to(torch.uint8)
+def pack(codes: Tensor, bits: int) -> Tensor:
+    """A flat int8 tensor of codes from 0 to 2**bits - 1 as ceil(n * bits / 8) bytes.
+
+    The row is cut into 8 / bits equal parts, filled up with zeros, and byte i holds number i of each, the first part's
+    in the lowest bits: whole parts at a time cost a few passes, where neighbours in one byte would need one per number.
+    """
+    parts = 8 // bits
+    short = -codes.numel() % parts
+    if short:
+        codes = torch.nn.functional.pad(codes, (0, short))
+    return (codes.view(parts, -1) * _places(bits, codes.device)).sum(0, dtype=torch.int8).view(torch.uint8)
 
 
-def unpack_bits(packed: Tensor, numel: int) -> Tensor:
-    """What `pack_bits` packed, as bool."""
-    return _bit_table(packed.device)[packed.long()].view(-1)[:numel]
+def pack_marks(marks: Tensor) -> Tensor:
+    """A flat floating tensor of zeros and ones, packed as `pack` does with 1 bit."""
+    short = -marks.numel() % 8
+    if short:
+        marks = torch.nn.functional.pad(marks, (0, short))
+    places = _mark_places(marks.dtype, marks.device)
+    return torch.mm(places, marks.view(8, -1)).view(-1).to(torch.uint8)  # exact: whole numbers below 256
 
 
-def pack_pairs(codes: Tensor) -> Tensor:
-    """A flat uint8 tensor of codes 0 to 3 as ceil(n/4) bytes, the first code in the lowest bits."""
-    four = _filled(codes, 4).view(torch.int32)
-    return (four | four >> 6 | four >> 12 | four >> 18).to(torch.uint8)
+def unpack(packed: Tensor, bits: int, numel: int) -> Tensor:
+    """What `pack` packed, as int8, with the highest bit of each code as its sign: 4 bits are numbers from -8 to 7."""
+    # Shifted to the top by a multiplication, and down by an arithmetic shift, which carries the sign.
+    top = packed.view(torch.int8) * _places(bits, packed.device).flip(0)
+    return top.bitwise_right_shift_(8 - bits).view(-1)[:numel]
 
 
-def unpack_pairs(packed: Tensor, numel: int) -> Tensor:
-    """What `pack_pairs` packed, as uint8."""
-    wide = packed.to(torch.int32)
-    four = (wide | wide << 6 | wide << 12 | wide << 18) & 0x03030303
-    return four.view(torch.uint8)[:numel]
+@functools.lru_cache(maxsize=32)
+def _mark_places(dtype: torch.dtype, device: torch.device) -> Tensor:
+    """The values of the bits of a byte, in a row."""
+    return torch.tensor([[1 << bit for bit in range(8)]], dtype=dtype, device=device)
 
 
-def pack_nibbles(codes: Tensor) -> Tensor:
-    """A flat int8 tensor of codes -8 to 7 as ceil(n/2) bytes, the first code in the lower half."""
-    two = _filled(codes.view(torch.uint8) & 0x0F, 2).view(torch.int16)
-    return (two | two >> 4).to(torch.uint8)
-
-
-def unpack_nibbles(packed: Tensor, numel: int) -> Tensor:
-    """What `pack_nibbles` packed, as int8."""
-    low = packed.view(torch.int8) << 4 >> 4  # arithmetic shifts carry the sign
-    high = packed.view(torch.int8) >> 4
-    return torch.stack((low, high), dim=1).view(-1)[:numel]
-
-
-def _filled(codes: Tensor, multiple: int) -> Tensor:
-    """`codes` with zeros appended up to a multiple of `multiple` elements."""
-    short = -codes.numel() % multiple
-    return torch.nn.functional.pad(codes, (0, short)) if short else codes.contiguous()
-
-
-@functools.lru_cache(maxsize=8)
-def _bit_table(device: torch.device) -> Tensor:
-    """Row b: the eight bits of byte b, lowest first."""
-    numbers = torch.arange(256, device=device).unsqueeze(1)
-    return (numbers >> torch.arange(8, device=device) & 1).bool()
+@functools.lru_cache(maxsize=32)
+def _places(bits: int, device: torch.device) -> Tensor:
+    """The values of the lowest bit of each code in a byte, as int8, in a column."""
+    values = [1 << shift for shift in range(0, 8, bits)]
+    return torch.tensor(values, dtype=torch.uint8, device=device).view(torch.int8).unsqueeze(1)

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ptcollect.codecs.bits import pack_bits, unpack_bits
-from ptcollect.codecs.codec import BLOCK, Codec, Key
+from ptcollect.codecs.bits import pack_marks, unpack
+from ptcollect.codecs.codec import BLOCK, Codec, Key, total
 from ptcollect.value import whole_number
 
 
@@ -53,17 +53,22 @@ class _Sign(Codec):
         numel = x.numel()
         blocks = -(-numel // self.block)
         packet = torch.empty(self.wire_bytes(numel), dtype=torch.uint8, device=x.device)
-        scales = packet[: 4 * blocks].view(torch.float32)
-        for i, start in enumerate(range(0, numel, self.block)):
+        scales = []
+        room = torch.empty_like(x[: self.block])
+        for start in range(0, numel, self.block):
             part = x[start : start + self.block]
-            scales[i] = torch.linalg.vector_norm(part, 1) / part.numel()
-            packed = pack_bits(part >= 0)
+            scratch = torch.abs(part, out=room[: part.numel()])
+            scales.append(total(scratch) / part.numel())
+            # Comparisons into a float tensor are vectorised; into a bool tensor they are not.
+            packed = pack_marks(torch.ge(part, 0, out=scratch))
             place = 4 * blocks + start // 8
             packet[place : place + packed.numel()] = packed
+        if scales:
+            packet[: 4 * blocks].view(torch.float32).copy_(torch.stack(scales))
         return packet
 
     def decode(self, packet: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
-        out = torch.zeros(numel, dtype=dtype, device=packet.device)
+        out = torch.empty(numel, dtype=dtype, device=packet.device)
         self.accumulate(packet, out, 0.0, 1.0)
         return out
 
@@ -74,7 +79,9 @@ class _Sign(Codec):
         for scale, start in zip(scales, range(0, numel, self.block), strict=True):
             part = into[start : start + self.block]
             place = 4 * blocks + start // 8
-            bits = unpack_bits(packet[place : place + -(-part.numel() // 8)], part.numel())
-            if keep != 1:
-                part.mul_(keep)
-            part.add_(bits.to(into.dtype), alpha=2 * alpha * scale).sub_(alpha * scale)
+            bits = unpack(packet[place : place + -(-part.numel() // 8)], 1, part.numel())
+            signs = bits.mul_(-2).sub_(1)  # from -1 and 0 to 1 and -1
+            if keep == 0:
+                part.copy_(signs).mul_(alpha * scale)
+            else:
+                (part if keep == 1 else part.mul_(keep)).add_(signs.to(into.dtype), alpha=alpha * scale)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ptcollect.codecs.cast import Cast
-from ptcollect.codecs.codec import Codec, Key
+from ptcollect.codecs.codec import BLOCK, Codec, Key
 
 _FULL = Cast(torch.float32)
 
@@ -112,7 +112,9 @@ class _Sparse(Codec):
         head = self.head_bytes(numel)
         # A copy, since values need not start at a multiple of their size.
         values = self.values.decode(packet[head:].clone(), self.kept(numel), into.dtype)
-        if keep != 1:
+        if keep == 0:
+            into.zero_()
+        elif keep != 1:
             into.mul_(keep)
         into.index_add_(0, self.positions(packet[:head], numel), values, alpha=alpha)
 
@@ -127,10 +129,10 @@ class _TopK(_Sparse):
         return self.kept(numel) * _width(numel).itemsize
 
     def encode(self, x: Tensor, key: Key) -> Tensor:
-        where = largest(x.abs(), self.kept(x.numel()))
+        where = largest(x, self.kept(x.numel()))
         # uint16 and uint32 have few operations; int16 and int32 of the same bits do as well on the wire.
         head = where.to(_width(x.numel())).view(torch.uint8)
-        return self.packet(head, x[where], key)
+        return self.packet(head, x.index_select(0, where), key)
 
     def positions(self, head: Tensor, numel: int) -> Tensor:
         width = _width(numel)
@@ -162,31 +164,69 @@ class _RandK(_Sparse):
             return torch.empty(0, dtype=torch.int64, device=head.device)
         # Drawn on the CPU whatever the device, so that both sides draw the same.
         generator = torch.Generator().manual_seed(int(head.clone().view(torch.int64)))
-        return torch.randperm(numel, generator=generator)[: self.kept(numel)].to(head.device)
+        return _drawn(numel, self.kept(numel), generator).to(head.device)
 
 
-def largest(size: Tensor, k: int) -> Tensor:
-    """Positions of the `k` largest of `size`, ascending; of equal ones, those that come first.
+def largest(x: Tensor, k: int) -> Tensor:
+    """Positions of the `k` numbers of `x` with the largest magnitudes, ascending; of equal ones, those that come first.
 
-    A threshold from a sample leaves few candidates to sort; whatever the sample, the answer is exact.
+    A threshold from a sample leaves few candidates; whatever the sample, the answer is exact.
     """
-    numel = size.numel()
+    numel = x.numel()
     if k >= numel:
-        return torch.arange(numel, device=size.device)
-    candidates = torch.nonzero(size >= _threshold(size, k)).view(-1)
+        return torch.arange(numel, device=x.device)
+    candidates = _reaching(x, _threshold(x, k))
     if candidates.numel() < k:  # the sample was misleading (or there are NaNs)
-        candidates = torch.arange(numel, device=size.device)
-    order = torch.sort(size[candidates], descending=True, stable=True).indices
-    return candidates[order[:k]].sort().values
+        candidates = torch.arange(numel, device=x.device)
+    size = x.index_select(0, candidates).abs_()
+    if bool(size.sum().isnan()):  # NaN counts as the largest, and only sorting finds a place for it
+        order = torch.sort(size, descending=True, stable=True).indices
+        return candidates[order[:k]].sort().values
+    least = size.topk(size.numel() - k + 1, largest=False, sorted=False).values.amax()
+    keep = size > least
+    ties = torch.nonzero(size == least).view(-1)
+    keep[ties[: k - int(keep.sum())]] = True
+    return candidates.index_select(0, keep.nonzero().view(-1))
 
 
-def _threshold(size: Tensor, k: int) -> Tensor:
-    """A value that more than `k` elements very probably reach, and not many more."""
-    step = max(1, size.numel() // 65536)
-    sample = size[::step]
-    share = k * sample.numel() / size.numel()
+def _threshold(x: Tensor, k: int) -> Tensor:
+    """A magnitude that more than `k` numbers very probably reach, and not many more."""
+    step = max(1, x.numel() // 65536)
+    sample = x[::step].abs()
+    share = k * sample.numel() / x.numel()
     most = min(sample.numel(), int(share + 4 * share**0.5) + 4)
-    return sample.topk(most).values[-1]
+    return sample.topk(most, sorted=False).values.amin()
+
+
+def _reaching(x: Tensor, least: Tensor) -> Tensor:
+    """Positions of the numbers whose magnitude is `least` or more, ascending."""
+    numel = x.numel()
+    marks = torch.empty(-(-numel // 8) * 8, dtype=torch.int8, device=x.device)
+    marks[numel:] = 0
+    for start in range(0, numel, BLOCK):
+        part = x[start : start + BLOCK]
+        # In place the comparison gives numbers, 0 and 1, and is vectorised; one that gives bools is not.
+        marks[start : start + part.numel()] = part.abs().ge_(least)
+    # First the eights of marks that are not all 0, then the marks in those.
+    eights = marks.view(torch.int64)
+    some = eights.nonzero().view(-1)
+    hits = eights.index_select(0, some).view(torch.int8).nonzero().view(-1)
+    return some.index_select(0, hits >> 3).mul_(8).add_(hits & 7)
+
+
+def _drawn(numel: int, k: int, generator: torch.Generator) -> Tensor:
+    """`k` different positions below `numel`, every choice of them equally likely."""
+    if 4 * k > numel:
+        return torch.randperm(numel, generator=generator)[:k]
+    # The first k different ones of a row of independent draws; without the permutation of all numbers.
+    draws = torch.empty(0, dtype=torch.int64)
+    while True:
+        draws = torch.cat([draws, torch.randint(numel, (k + k * k // numel + 16,), generator=generator)])
+        values, order = draws.sort(stable=True)
+        new = torch.ones(len(draws), dtype=torch.bool)
+        torch.ne(values[1:], values[:-1], out=new[1:])
+        if int(new.sum()) >= k:
+            return draws[order[new].sort().values[:k]]
 
 
 def _width(numel: int) -> torch.dtype:

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ptcollect.codecs.bits import pack_pairs, unpack_pairs
-from ptcollect.codecs.codec import BLOCK, Codec, Key, accumulate
+from ptcollect.codecs.bits import pack, unpack
+from ptcollect.codecs.codec import BLOCK, Codec, Key, random_fractions, total
 from ptcollect.value import whole_number
 
 
@@ -64,32 +64,34 @@ class _Ternary(Codec):
             part = x[start : start + self.block]
             size = part.abs()
             scales[i], keep = self._chosen(size, generator)
-            codes = torch.where(keep, torch.where(part < 0, 2, 1), 0).to(torch.uint8)
-            packed = pack_pairs(codes)
+            packed = pack(torch.sign(part).mul_(keep).to(torch.int8).bitwise_and_(3), 2)
             place = 4 * blocks + start // 4
             packet[place : place + packed.numel()] = packed
         return packet
 
     def _chosen(self, size: Tensor, generator: torch.Generator | None) -> tuple[Tensor, Tensor]:
-        """The scale of a block with magnitudes `size`, and which elements are not zero."""
+        """The scale of a block with magnitudes `size`, and 1 for elements that are not to become zero, 0 for others."""
+        keep = torch.empty_like(size)  # numbers, since comparisons into a bool tensor are not vectorised
         if generator is not None:
-            scale = size.max()
-            draws = torch.rand(size.shape, generator=generator, dtype=size.dtype, device=size.device)
-            return scale, draws * scale < size
-        keep = size > 0.7 * size.mean()
-        return (size * keep).sum() / keep.sum().clamp(min=1), keep
+            scale = size.amax()
+            return scale, torch.lt(random_fractions(size, generator).mul_(scale), size, out=keep)
+        torch.gt(size, 0.7 * total(size) / size.numel(), out=keep)
+        return total(size.mul_(keep)) / total(keep).clamp_(min=1), keep
 
     def decode(self, packet: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
         out = torch.empty(numel, dtype=dtype, device=packet.device)
-        blocks = -(-numel // self.block)
-        scales = packet[: 4 * blocks].view(torch.float32).tolist()
-        for scale, start in zip(scales, range(0, numel, self.block), strict=True):
-            count = min(self.block, numel - start)
-            place = 4 * blocks + start // 4
-            codes = unpack_pairs(packet[place : place + -(-count // 4)], count)
-            values = torch.tensor([0.0, scale, -scale], dtype=dtype, device=packet.device)
-            out[start : start + count] = values[codes.long()]
+        self.accumulate(packet, out, 0.0, 1.0)
         return out
 
     def accumulate(self, packet: Tensor, into: Tensor, keep: float, alpha: float) -> None:
-        accumulate(self.decode(packet, into.numel(), into.dtype), into, keep, alpha)
+        numel = into.numel()
+        blocks = -(-numel // self.block)
+        scales = packet[: 4 * blocks].view(torch.float32).tolist()
+        for scale, start in zip(scales, range(0, numel, self.block), strict=True):
+            part = into[start : start + self.block]
+            place = 4 * blocks + start // 4
+            codes = unpack(packet[place : place + -(-part.numel() // 4)], 2, part.numel())
+            if keep == 0:
+                part.copy_(codes).mul_(alpha * scale)
+            else:
+                (part if keep == 1 else part.mul_(keep)).add_(codes.to(into.dtype), alpha=alpha * scale)
