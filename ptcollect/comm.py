@@ -132,6 +132,8 @@ class Comm:
         """Whether the tensors handed down belong to the pipeline, which may then overwrite them."""
         self.stage = ""
         self.leaf = ""
+        self.scope = ""
+        """Distinguishes several packets of one leaf in a call, for codecs that draw random numbers."""
         self.dtype = torch.float32
         self.device = torch.device("cpu")
         self.residuals: dict[str, Tensor] | None = None
@@ -201,7 +203,7 @@ class Comm:
             scale: what the numbers are, in units of this rank's input: 1 for a sum of inputs, 1/n for a mean of n.
         """
         codec = self._codec()
-        data = codec.encode(x, Key(self.step, self.leaf, self.rank, self._hop))
+        data = codec.encode(x, Key(self.step, self.scope + self.leaf, self.rank, self._hop))
         self._hop += 1
         if data.dtype != torch.uint8 or data.numel() != codec.wire_bytes(x.numel()):
             raise PipelineError(
@@ -209,8 +211,9 @@ class Comm:
                 f"its wire_bytes promises {codec.wire_bytes(x.numel())} x torch.uint8"
             )
         if self.residuals is not None and self.leaf in self.residuals:
-            kept = codec.decode(data, x.numel(), self.dtype)
-            self.residuals[self.leaf][at : at + x.numel()].add_(x - kept, alpha=1 / scale)
+            lost = x.clone()
+            codec.accumulate(data, lost, 1.0, -1.0)
+            self.residuals[self.leaf][at : at + x.numel()].add_(lost, alpha=1 / scale)
         return Packet(data, x.numel())
 
     def decode(self, packet: Packet) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -57,7 +58,7 @@ class Partition(Pipeline):
     rules: tuple[tuple[str, Pipeline], ...]
 
     def __repr__(self) -> str:
-        rules = ", ".join(f'"{pattern}": {pipeline!r}' for pattern, pipeline in self.rules)
+        rules = ", ".join(f"{json.dumps(pattern)}: {pipeline!r}" for pattern, pipeline in self.rules)
         return f"partition({{{rules}}})"
 
     def children(self) -> tuple[Pipeline, ...]:

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any
+
+from torch import Tensor
 
 from ptcollect.comm import Comm
 from ptcollect.errors import PipelineError
 from ptcollect.pipeline import Pipeline
 from ptcollect.state import State, joined, part
 from ptcollect.tree import Leaves
-from ptcollect.value import refuse_tree, whole_number
+from ptcollect.value import refuse_tree
 
 
 def piecewise(pieces: Mapping[int, Pipeline]) -> Pipeline:
@@ -27,7 +29,7 @@ def piecewise(pieces: Mapping[int, Pipeline]) -> Pipeline:
         pieces: first step -> pipeline; one of them 0.
 
     Returns:
-        A stateful Pipeline.
+        A stateful Pipeline, with state ``{"piece": int}`` beside that of its pieces.
 
     Raises:
         PipelineError: no piece begins at step 0, a key is no step, or a value no pipeline.
@@ -45,7 +47,8 @@ def piecewise(pieces: Mapping[int, Pipeline]) -> Pipeline:
     if 0 not in checked:
         raise PipelineError(f"piecewise(pieces): expected {{0: pipeline, step: pipeline, ...}}, got {pieces!r}")
     for step, pipeline in checked.items():
-        whole_number("piecewise: a first step", step, least=0)
+        if isinstance(step, bool) or not isinstance(step, int) or step < 0:
+            raise PipelineError(f"piecewise: the first step of a piece is an int from 0, got {step!r}")
         if not isinstance(pipeline, Pipeline):
             raise PipelineError(
                 f"piecewise: at step {step} expected a pipeline, got {pipeline!r}; a transform needs a reducer"
@@ -56,6 +59,8 @@ def piecewise(pieces: Mapping[int, Pipeline]) -> Pipeline:
 @dataclass(frozen=True, repr=False)
 class Piecewise(Pipeline):
     """See `piecewise`."""
+
+    name = "piecewise"
 
     pieces: tuple[tuple[int, Pipeline], ...]
 
@@ -77,32 +82,37 @@ class Piecewise(Pipeline):
     def uses_step(self) -> bool:
         return True
 
+    @property
+    def state_names(self) -> tuple[str, ...]:
+        return (self.name, *super().state_names)
+
     def begin(self, params: Leaves) -> State:
-        return joined(self.state_names, [child.begin(params) for child in self.children()])
+        own = {self.name: {"piece": 0}}  # the piece that ran last
+        return joined(self.state_names, [own, *(child.begin(params) for child in self.children())])
 
     async def apply(self, tree: Leaves, state: State, comm: Comm) -> tuple[Leaves, State]:
-        stops = list(accumulate(len(child.state_names) for child in self.children()))
-        states = [part(state, self.state_names, start, stop) for start, stop in zip([0, *stops], stops, strict=False)]
+        stops = list(accumulate((len(child.state_names) for child in self.children()), initial=1))
+        states = [part(state, self.state_names, *ends) for ends in pairwise(stops)]
         now = max(i for i, (first, _) in enumerate(self.pieces) if first <= comm.step)
-        if now > 0 and self.pieces[now][0] == comm.step:
-            states[now - 1], states[now] = _moved(states[now - 1], states[now])
+        last = state[self.name]["piece"]
+        if now != last:
+            states[last], states[now] = _moved(states[last], states[now])
         out, states[now] = await self.pieces[now][1].apply(tree, states[now], comm)
-        return out, joined(self.state_names, states)
+        return out, joined(self.state_names, [{self.name: {"piece": now}}, *states])
 
 
 def _moved(before: State, after: State) -> tuple[State, State]:
     """The two states with the residuals of `before` moved into `after` where both have one for a path."""
-    old: dict[str, Any] = {stage: own for stage, own in before.items() if "residual" in own}
-    new: dict[str, Any] = {stage: own for stage, own in after.items() if "residual" in own}
-    for stage, own in old.items():
-        if stage not in new:
-            continue
-        here, there = dict(own["residual"]), dict(new[stage]["residual"])
-        for path in here.keys() & there.keys():
-            there[path] = there[path] + here[path]
-            here[path] = here[path] * 0
-        before, after = (
-            {**before, stage: {**own, "residual": here}},
-            {**after, stage: {**new[stage], "residual": there}},
-        )
-    return before, after
+    wanted = {path for own in after.values() for path in own.get("residual", ())}
+    moving = {path: e for own in before.values() for path, e in own.get("residual", {}).items() if path in wanted}
+    left = {stage: _changed(own, lambda path, e: e * 0 if path in moving else e) for stage, own in before.items()}
+    got = {
+        stage: _changed(own, lambda path, e: e + moving[path] if path in moving else e) for stage, own in after.items()
+    }
+    return left, got
+
+
+def _changed(own: State, change: Callable[[str, Tensor], Tensor]) -> State:
+    if "residual" not in own:
+        return own
+    return {**own, "residual": {path: change(path, e) for path, e in own["residual"].items()}}

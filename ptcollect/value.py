@@ -34,12 +34,10 @@ class Value:
             if not field.init or not field.repr:
                 continue
             value = getattr(self, field.name)
-            if value == field.default:
-                positional = False
-            else:
-                parts.append(
-                    self._show(field.name, value) if positional else f"{field.name}={self._show(field.name, value)}"
-                )
+            if value != field.default:
+                shown = self._show(field.name, value)
+                parts.append(shown if positional else f"{field.name}={shown}")
+            positional = False  # what follows the first option is keyword-only
         return f"{self.name}({', '.join(parts)})"
 
     def _show(self, field: str, value: Any) -> str:

@@ -118,6 +118,15 @@ def total(numbers: Tensor) -> Tensor:
     return numbers.sum()
 
 
+def mean_magnitude(size: Tensor) -> Tensor:
+    """The mean of magnitudes `size`, which does not overflow where they do not; not finite if some of them is not."""
+    mean = total(size) / size.numel()
+    if bool(torch.isfinite(mean)):
+        return mean
+    largest = size.amax()
+    return total(size / largest) / size.numel() * largest
+
+
 def random_fractions(like: Tensor, generator: torch.Generator) -> Tensor:
     """Odd multiples of 2**-17 between 0 and 1, at random, in the shape and dtype of `like`.
 

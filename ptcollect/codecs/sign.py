@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ptcollect.codecs.bits import pack_marks, unpack
-from ptcollect.codecs.codec import BLOCK, Codec, Key, total
+from ptcollect.codecs.codec import BLOCK, Codec, Key, mean_magnitude
 from ptcollect.value import whole_number
 
 
@@ -58,7 +58,7 @@ class _Sign(Codec):
         for start in range(0, numel, self.block):
             part = x[start : start + self.block]
             scratch = torch.abs(part, out=room[: part.numel()])
-            scales.append(total(scratch) / part.numel())
+            scales.append(mean_magnitude(scratch))
             # Comparisons into a float tensor are vectorised; into a bool tensor they are not.
             packed = pack_marks(torch.ge(part, 0, out=scratch))
             place = 4 * blocks + start // 8

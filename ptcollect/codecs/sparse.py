@@ -83,6 +83,10 @@ class _Sparse(Codec):
     ratio: float
     values: Codec
 
+    def _show(self, field: str, value: Any) -> str:
+        plain = field == "values" and repr(value) == f"{value.name}()"
+        return f'"{value.name}"' if plain else super()._show(field, value)
+
     def kept(self, numel: int) -> int:
         """How many of `numel` elements travel."""
         return min(numel, max(1, int(self.ratio * numel + 0.5)))
@@ -205,8 +209,8 @@ def _reaching(x: Tensor, least: Tensor) -> Tensor:
     marks[numel:] = 0
     for start in range(0, numel, BLOCK):
         part = x[start : start + BLOCK]
-        # In place the comparison gives numbers, 0 and 1, and is vectorised; one that gives bools is not.
-        marks[start : start + part.numel()] = part.abs().ge_(least)
+        # In place the comparison gives numbers and is vectorised; one that gives bools is not.
+        marks[start : start + part.numel()] = part.abs().lt_(least).sub_(1)  # NaN is not below: it is kept
     # First the eights of marks that are not all 0, then the marks in those.
     eights = marks.view(torch.int64)
     some = eights.nonzero().view(-1)

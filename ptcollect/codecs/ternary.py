@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ptcollect.codecs.bits import pack, unpack
-from ptcollect.codecs.codec import BLOCK, Codec, Key, random_fractions, total
+from ptcollect.codecs.codec import BLOCK, Codec, Key, mean_magnitude, random_fractions, total
 from ptcollect.value import whole_number
 
 
@@ -73,10 +73,13 @@ class _Ternary(Codec):
         """The scale of a block with magnitudes `size`, and 1 for elements that are not to become zero, 0 for others."""
         keep = torch.empty_like(size)  # numbers, since comparisons into a bool tensor are not vectorised
         if generator is not None:
-            scale = size.amax()
+            scale = size.amax()  # not finite if some element is not, and so is every element then
             return scale, torch.lt(random_fractions(size, generator).mul_(scale), size, out=keep)
-        torch.gt(size, 0.7 * total(size) / size.numel(), out=keep)
-        return total(size.mul_(keep)) / total(keep).clamp_(min=1), keep
+        mean = mean_magnitude(size)
+        torch.gt(size, 0.7 * mean, out=keep)
+        count = total(keep).clamp_(min=1)
+        scale = mean_magnitude(size.mul_(keep)) * (size.numel() / count)
+        return torch.where(torch.isfinite(mean), scale, torch.nan), keep
 
     def decode(self, packet: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
         out = torch.empty(numel, dtype=dtype, device=packet.device)

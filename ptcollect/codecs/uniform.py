@@ -119,22 +119,33 @@ class _Scaled(Codec):
 
     def encode(self, x: Tensor, key: Key) -> Tensor:
         numel = x.numel()
+        block = self._width(numel)
         packet = torch.empty(self.wire_bytes(numel), dtype=torch.uint8, device=x.device)
         blocks = -(-numel // self.block)
         scales = packet[: 4 * blocks].view(torch.float32)
         quantise = self.quantiser(key, x.device)
-        for rows in _groups(numel, self.block):
-            part = x[rows.start * self.block : rows.stop * self.block]
-            padded = _padded(part, self.block)
+        for rows in _groups(numel, block):
+            part = x[rows.start * block : rows.stop * block]
+            padded = _padded(part, block)
             # In float32: a scale that is smaller than its smallest number becomes 0, and the block with it.
             # (Not by vector_norm: with dim it takes 50 times as long as abs and amax.)
             scratch = padded.abs()
-            scale = scratch.amax(1).div_(self.levels).to(torch.float32)
+            scale = self._scale(scratch.amax(1))
             scales[rows.start : rows.stop] = scale
             divisor = torch.where(scale == 0, torch.inf, scale).to(x.dtype).unsqueeze(1)
             torch.div(padded, divisor, out=scratch)
-            self.write(packet[4 * blocks :], rows.start * self.block, quantise(scratch).view(-1)[: part.numel()])
+            self.write(packet[4 * blocks :], rows.start * block, quantise(scratch).view(-1)[: part.numel()])
         return packet
+
+    def _width(self, numel: int) -> int:
+        """Elements per row while working: no row is longer than the tensor."""
+        return min(self.block, max(1, numel))
+
+    def _scale(self, largest: Tensor) -> Tensor:
+        """Scales for blocks with these largest magnitudes; rounded so that no code times its scale overflows."""
+        scale = (largest / self.levels).to(torch.float32)
+        most = torch.finfo(torch.float32).max / self.levels * (1 - 2**-23)
+        return torch.where(torch.isfinite(largest), scale.clamp(max=most), scale)
 
     def decode(self, packet: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
         out = torch.empty(numel, dtype=dtype, device=packet.device)
@@ -143,18 +154,19 @@ class _Scaled(Codec):
 
     def accumulate(self, packet: Tensor, into: Tensor, keep: float, alpha: float) -> None:
         numel = into.numel()
+        block = self._width(numel)
         blocks = -(-numel // self.block)
         scales = packet[: 4 * blocks].view(torch.float32).to(into.dtype)
         if alpha * self.unit != 1:
             scales = scales * (alpha * self.unit)
-        for rows in _groups(numel, self.block):
-            part = into[rows.start * self.block : rows.stop * self.block]
-            codes = self.read(packet[4 * blocks :], rows.start * self.block, part.numel())
+        for rows in _groups(numel, block):
+            part = into[rows.start * block : rows.stop * block]
+            codes = self.read(packet[4 * blocks :], rows.start * block, part.numel())
             scale = scales[rows.start : rows.stop].unsqueeze(1)
-            if keep == 0 and part.numel() % self.block == 0:
-                part.copy_(codes).view(-1, self.block).mul_(scale)
+            if keep == 0 and part.numel() % block == 0:
+                part.copy_(codes).view(-1, block).mul_(scale)
                 continue
-            values = _padded(codes.to(into.dtype), self.block).mul_(scale)
+            values = _padded(codes.to(into.dtype), block).mul_(scale)
             values = values.view(-1)[: part.numel()]
             if keep == 0:
                 part.copy_(values)
@@ -180,7 +192,7 @@ class _Integer(_Scaled):
 
     def quantiser(self, key: Key, device: torch.device) -> Callable[[Tensor], Tensor]:
         if not self.stochastic:
-            return lambda numbers: numbers.round_()
+            return lambda numbers: numbers.round_().clamp_(-self.levels, self.levels)
         generator = key.generator(self.seed, device)
         return lambda numbers: (
             numbers.add_(random_fractions(numbers, generator)).floor_().clamp_(-self.levels, self.levels)

@@ -60,7 +60,7 @@ async def ring_reduce(x: Tensor, comm: Comm, *, op: Literal["mean", "sum"] = "me
         finish_mean(result, n)
     packet = comm.encode(result, at=start, scale=1 / n if op == "mean" else 1.0)
     if not comm.plain:
-        result.copy_(comm.decode(packet))
+        comm.accumulate(packet, result, keep=0.0)
 
     for step in range(1, n):  # all-gather: packets go round as they are
         start, stop = chunks[(rank + 1 - step) % n]
@@ -68,5 +68,5 @@ async def ring_reduce(x: Tensor, comm: Comm, *, op: Literal["mean", "sum"] = "me
         received = await comm.exchange(send={right: packet}, recv={left: place if comm.plain else place.numel()})
         packet = received[left]
         if not comm.plain:
-            place.copy_(comm.decode(packet))
+            comm.accumulate(packet, place, keep=0.0)
     return x

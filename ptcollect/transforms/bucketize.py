@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ptcollect.chain import Chain
 from ptcollect.comm import Comm
 from ptcollect.dtypes import accumulation_dtype, flat_view, fresh_copy, joined_flat, overwrite, split_flat
 from ptcollect.errors import PipelineError
@@ -76,7 +77,7 @@ class Bucketize(Transform):
         for stage in inner.walk():
             if isinstance(stage, Wrapped) and not stage.transform.works_in_buckets:
                 self._refuse(stage.transform, inner)
-            elif not isinstance(stage, (Reducer, Wrapped)) and not stage.children():
+            elif not isinstance(stage, (Reducer, Wrapped, Chain)):
                 self._refuse(stage, inner)
 
     def _refuse(self, stage: Pipeline | Transform, inner: Pipeline) -> None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ptcollect.chain import Chain
 from ptcollect.comm import Comm
 from ptcollect.dtypes import accumulation_dtype, fresh_copy, from_flat, restrided, wide_dtype
 from ptcollect.errors import PipelineError
@@ -60,6 +61,16 @@ class ErrorFeedback(Transform):
             transform = stage.transform if isinstance(stage, Wrapped) else None
             if transform is not None and transform.goes_outside_error_feedback:
                 raise PipelineError(f"{transform!r} inside {self!r}: write chain({transform!r}, {self!r}, ...)")
+            if isinstance(stage, Chain) and sum(child.communicates for child in stage.program) > 1:
+                raise PipelineError(
+                    f"{self!r} around {stage!r}: what a second reducer loses is in other units than this rank's input; give "
+                    f"each reducer its own: chain({self!r}, ...), or T(...) around one"
+                )
+            if isinstance(stage, Reducer) and not stage.factory.averages:
+                raise PipelineError(
+                    f"{self!r} into {stage!r}: it takes no mean of all ranks, so residuals have nowhere to go; use "
+                    "ring_reduce(), all_to_all_avg() or all_gather_avg()"
+                )
             if isinstance(stage, Reducer) and stage.factory.native:
                 raise PipelineError(
                     f"{self!r} into {stage!r}: a native all-reduce cannot report what it lost; use ring_reduce() or "
@@ -91,13 +102,16 @@ class ErrorFeedback(Transform):
         out, inner_state = await inner.apply(given, state["inner"], comm.replace(owned=True, residuals=booked))
         residual = dict(before)  # a leaf that is missing in this step keeps its own
         result: Leaves = {}
+        # What a narrow result cannot hold is one share of every rank's in a mean, and one rank's alone in a sum.
+        sums = any(isinstance(stage, Reducer) and not stage.averages for stage in inner.walk())
+        books_results = not sums or all(axis.rank == 0 for axis in comm.axes.values())
         for path, leaf in tree.items():
             result[path] = restrided(out[path].to(leaf.dtype), leaf)
             if path in residual:
                 residual[path] = torch.zeros_like(before[path])
                 if path in booked:
                     residual[path] += from_flat(booked[path], residual[path])
-                if out[path].dtype != leaf.dtype:  # what the narrow result cannot hold, one share per rank
+                if out[path].dtype != leaf.dtype and books_results:
                     residual[path] += out[path] - result[path].to(out[path].dtype)
         return result, {"residual": residual, "inner": inner_state}
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ptcollect.codecs.codec import Key
 from ptcollect.comm import Comm
-from ptcollect.dtypes import from_flat, restrided, wide_dtype
+from ptcollect.dtypes import fresh_copy, from_flat, restrided, wide_dtype
 from ptcollect.errors import PipelineError
 from ptcollect.pipeline import Pipeline, Transform, Wrapped
 from ptcollect.state import State
@@ -97,6 +97,8 @@ class LowRank(Transform):
         return {"basis": basis, "p": inner.begin(p), "q": inner.begin(q)}
 
     async def update(self, inner: Pipeline, tree: Leaves, state: State, comm: Comm) -> tuple[Leaves, State]:
+        if all(axis.size == 1 for axis in comm.axes.values()):  # alone: nothing to send, so nothing to lose
+            return {path: leaf if comm.owned else fresh_copy(leaf) for path, leaf in tree.items()}, state
         basis: Leaves = state["basis"]
         matrices = {path: _matrix(leaf) for path, leaf in tree.items() if self._thin(leaf) is not None}
         self._check_basis(matrices, basis)
@@ -110,7 +112,7 @@ class LowRank(Transform):
         lost_q: Leaves | None = None if comm.residuals is None else {}
         qs = {path: _product(matrix.t(), orthogonal[path]) for path, matrix in matrices.items()}
         mine = {path: q.clone() for path, q in qs.items()} if comm.residuals is not None else {}
-        second, q_state = await inner.apply(qs, state["q"], comm.replace(owned=True, residuals=lost_q))
+        second, q_state = await inner.apply(qs, state["q"], comm.replace(owned=True, residuals=lost_q, scope="Q of "))
 
         out = dict(first)
         for path in matrices:
