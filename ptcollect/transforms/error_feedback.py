@@ -63,7 +63,7 @@ class ErrorFeedback(Transform):
                 raise PipelineError(f"{transform!r} inside {self!r}: write chain({transform!r}, {self!r}, ...)")
             if isinstance(stage, Chain) and sum(child.communicates for child in stage.program) > 1:
                 raise PipelineError(
-                    f"{self!r} around {stage!r}: what a second reducer loses is in other units than this rank's input; give "
+                    f"{self!r} around {stage!r}: what a second reducer loses is in other units than its input; give "
                     f"each reducer its own: chain({self!r}, ...), or T(...) around one"
                 )
             if isinstance(stage, Reducer) and not stage.factory.averages:
