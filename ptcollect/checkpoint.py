@@ -135,7 +135,7 @@ def _merged(mine: Sequence[State], first: State, where: str) -> State:
             raise ValueError(f"reshard: the states differ in {where}.{key}: they are not of the same step")
         if key == "residual":
             if any(state[key].keys() != value.keys() for state in mine):
-                raise ValueError(f"reshard: the states have residuals for different parameters in {where}")
+                raise ValueError(f"reshard: the states differ in {where}: they have residuals for different parameters")
             out[key] = {path: _sum([state[key][path] for state in mine], leaf) for path, leaf in value.items()}
         elif isinstance(value, dict):
             out[key] = _merged([state[key] for state in mine], value, f"{where}.{key}")

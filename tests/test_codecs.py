@@ -93,7 +93,8 @@ def test_one_bit_is_one_bit():
     assert C.bf16().wire_bytes(1) == 2  # hivemind PR 524
     x = torch.tensor([1.0, -1.0, -1.0, 1.0, 1.0, 1.0, -1.0, 1.0, -1.0])
     bits = C.sign().encode(x, KEY)[4:]
-    assert [byte.bit_count() for byte in bits.tolist()] in ([5, 0], [4, 1])
+    assert len(bits) == 2
+    assert sum(byte.bit_count() for byte in bits.tolist()) == 5
 
 
 @every_codec

@@ -172,7 +172,7 @@ def test_pieces_begin_at_their_steps():
         states = run.states
         sent.append(run.bytes[0])
     assert sent == [2048, 2048, 1024, 520, 520]
-    assert states[0] == {"step": 5}
+    assert states[0] == {"step": 5, "piecewise": {"piece": 2}}
 
 
 def test_order_in_which_pieces_are_written_does_not_matter():
@@ -191,7 +191,8 @@ def test_a_piece_by_itself_is_what_runs():
     for _ in range(3):
         run, expected = pc.simulate(sync, trees, states), pc.simulate(INT8, trees, alone)
         assert same_data(run.trees, expected.trees)
-        assert same_data(run.states, expected.states)
+        own = [{key: value for key, value in state.items() if key != "piecewise"} for state in run.states]
+        assert same_data(own, expected.states)
         states, alone = run.states, expected.states
 
 
@@ -257,8 +258,8 @@ def test_inputs_and_states_are_left_alone():
 
 def test_a_stateless_row_still_counts_steps():
     sync = pc.piecewise({0: RING, 2: pc.all_to_all_avg()})
-    assert sync.init(flat(0)) == {"step": 0}
-    with pytest.raises(pc.PipelineError, match=all_of("keeps state", "counts steps", "init(params)")):
+    assert sync.init(flat(0)) == {"step": 0, "piecewise": {"piece": 0}}
+    with pytest.raises(pc.PipelineError, match=all_of("keeps state", "piecewise", "init(params)")):
         sync(flat(0))
 
 
