@@ -144,9 +144,6 @@ def _no_reducer(stage: Transform, stages: Sequence[Pipeline | Transform]) -> Pip
 
 
 def _not_a_stage(stage: object) -> PipelineError:
-    if isinstance(stage, type) or (callable(stage) and getattr(stage, "is_factory", False)):
-        name = getattr(stage, "__name__", stage)
-        return PipelineError(f"chain(...) was given {name} itself; call it: {name}()")
     try:
         refuse_tree("chain", "stage", stage)
     except PipelineError as error:

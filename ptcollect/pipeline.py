@@ -275,7 +275,7 @@ class Wrapped(Pipeline):
         if not self.inner.communicates:
             raise PipelineError(
                 f"{self.transform!r} has no reducer to wrap: {self.inner!r} sends nothing; write "
-                f"chain({self.transform!r}, {self.inner!r}, ring_reduce())"
+                f"chain({self.inner!r}, {self.transform!r}, ring_reduce())"
             )
         self.transform.check(self.inner)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Coroutine, Generator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Protocol
 
 from ptcollect.comm import AllReduce, Exchange, Fork, Request
@@ -180,8 +181,10 @@ class _Driver:
 
 
 def innermost_line(coroutine: Any) -> str:
-    """``file:line in function`` of the deepest coroutine that `coroutine` is suspended in."""
+    """``file:line in function`` of the deepest coroutine that `coroutine` is suspended in, asyncio's own left out."""
     while hasattr(getattr(coroutine, "cr_await", None), "cr_frame"):
+        if "asyncio" in Path(coroutine.cr_await.cr_code.co_filename).parts:
+            break
         coroutine = coroutine.cr_await
     frame = coroutine.cr_frame
     if frame is None:

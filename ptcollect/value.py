@@ -78,6 +78,18 @@ def _leaves(tree: Any) -> list[Any]:
     return optree.tree_leaves(tree)
 
 
+def refuse_factory(stage: str, value: Any) -> None:
+    """Raise for a factory of ours that was not called.
+
+    Raises:
+        PipelineError: `value` is such a factory; the message shows the call.
+    """
+    ours = getattr(value, "__module__", "").startswith("ptcollect.") and callable(value)
+    if getattr(value, "is_factory", False) or (ours and not isinstance(value, Value)):
+        name = value.__name__
+        raise PipelineError(f"{stage}(...) was given {name} itself; call it: {name}()")
+
+
 def refuse_tree(stage: str, option: str, value: Any) -> None:
     """Raise the error for `value` being a tree or a function where the option of a stage was meant.
 
@@ -91,6 +103,7 @@ def refuse_tree(stage: str, option: str, value: Any) -> None:
             f"{stage}(...) was given a tree as its option {option!r}; options come first, the tree afterwards: "
             f"{stage}()(grads) for a reducer, chain({stage}(), ring_reduce())(grads) for a transform"
         )
+    refuse_factory(stage, value)
     if callable(value) and not isinstance(value, Value):
         raise PipelineError(
             f"{stage}(...) was given the function {getattr(value, '__qualname__', value)} as its option {option!r}; "

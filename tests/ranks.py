@@ -27,6 +27,7 @@ import ptcollect as pc
 TESTS = Path(__file__).parent
 PACKAGE = Path(pc.__file__).parents[1]
 GROUP_TIMEOUT = timedelta(seconds=20)
+STUCK = 150  # seconds after which a rank prints where it is; whoever launches must give it a little more
 
 
 @dataclass(frozen=True)
@@ -97,7 +98,7 @@ def launch(n: int, names: Sequence[str], *, bound: float, **environment: str) ->
 def main(rank: int, n: int, port: int, out: str, names: Sequence[str]) -> None:
     import gloo_checks
 
-    faulthandler.dump_traceback_later(100, exit=False)
+    faulthandler.dump_traceback_later(STUCK, exit=False)
     torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=n, timeout=GROUP_TIMEOUT)

@@ -210,6 +210,14 @@ def test_an_expanded_leaf_stays_expanded_where_elements_are_summed_alike(mean):
         assert result.tolist() == [[1.5] * 3, [2.5] * 3]
 
 
+def test_strides_survive_a_function_that_does_not_keep_them():
+    inputs = [{"w": torch.arange(12.0).reshape(3, 4).T + rank} for rank in range(2)]
+    dense = pc.stateless(lambda tree: {"w": tree["w"].contiguous()})
+    for pipeline in (dense, pc.chain(dense, pc.ring_reduce()), pc.chain(pc.ring_reduce(), dense)):
+        for old, new in zip(inputs, pc.simulate(pipeline, inputs).trees, strict=True):
+            assert difference(old["w"], new["w"]) is None, pipeline
+
+
 # 3. Agreement -------------------------------------------------------------------------------------------------------
 
 
@@ -693,6 +701,15 @@ def test_weights_that_differ_leave_inputs_alone():
     inputs = [{"w": torch.ones(3)}, {"w": torch.ones(3)}]
     pc.simulate(pc.ring_reduce(), inputs, weights=[1, 3])
     assert inputs[0]["w"].tolist() == inputs[1]["w"].tolist() == [1.0] * 3
+
+
+def test_weights_are_refused_where_not_every_rank_gets_a_mean():
+    # What the root has is copied, not averaged: scaling it by the root's weight would be silent garbage.
+    for pipeline in (pc.broadcast(), pc.gather_avg(), pc.chain(pc.bucketize(), pc.broadcast(root=1))):
+        with pytest.raises(
+            ValueError, match=all_of("weight", "broadcast" if "broadcast" in repr(pipeline) else "gather")
+        ):
+            pc.simulate(pipeline, [torch.ones(1), torch.ones(1)], weights=[1, 3])
 
 
 @every_mean

@@ -81,13 +81,18 @@ class Bucketize(Transform):
                 self._refuse(stage, inner)
 
     def _refuse(self, stage: Pipeline | Transform, inner: Pipeline) -> None:
-        stages = list(getattr(inner, "stages", (inner,)))
-        if isinstance(inner, Wrapped):
-            stages = [inner.transform, inner.inner]
-        rest = ", ".join(repr(other) for other in stages if other is not stage)
+        stages = (
+            [inner.transform, inner.inner] if isinstance(inner, Wrapped) else list(getattr(inner, "stages", (inner,)))
+        )
+        others = [other for other in stages if other is not stage]
+        if isinstance(stage, Bucketize):
+            fix = f"keep one: chain({', '.join(map(repr, [self, *others]))})"
+        elif stages.index(stage) > 0 and isinstance(stages[0], Pipeline) and stages[0].communicates:
+            fix = f"write chain({', '.join(map(repr, [self, *others, stage]))})"
+        else:
+            fix = f"write chain({', '.join(map(repr, [stage, self, *others]))})"
         raise PipelineError(
-            f"{stage!r} inside {self!r}: buckets are flat and have no paths, so it would silently do something else; "
-            f"write chain({stage!r}, {self!r}, {rest})"
+            f"{stage!r} inside {self!r}: buckets are flat and have no paths, so it would silently do something else; {fix}"
         )
 
     def pack(self, tree: Any) -> tuple[Leaves, Undo]:
