@@ -81,9 +81,9 @@ class Bucketize(Transform):
                 self._refuse(stage, inner)
 
     def _refuse(self, stage: Pipeline | Transform, inner: Pipeline) -> None:
-        stages = (
-            [inner.transform, inner.inner] if isinstance(inner, Wrapped) else list(getattr(inner, "stages", (inner,)))
-        )
+        stages = list(getattr(inner, "stages", (inner,)))
+        if isinstance(inner, Wrapped):
+            stages = [inner.transform, inner.inner]
         others = [other for other in stages if other is not stage]
         if isinstance(stage, Bucketize):
             fix = f"keep one: chain({', '.join(map(repr, [self, *others]))})"
