@@ -92,7 +92,7 @@ class Bucketize(Transform):
         else:
             fix = f"write chain({', '.join(map(repr, [stage, self, *others]))})"
         raise PipelineError(
-            f"{stage!r} inside {self!r}: buckets are flat and have no paths, so it would silently do something else; {fix}"
+            f"{stage!r} inside {self!r}: buckets are flat and have no paths, so it would do something else; {fix}"
         )
 
     def pack(self, tree: Any) -> tuple[Leaves, Undo]:
