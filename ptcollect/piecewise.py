@@ -48,7 +48,9 @@ def piecewise(pieces: Mapping[int, Pipeline]) -> Pipeline:
         raise PipelineError(f"piecewise(pieces): expected {{0: pipeline, step: pipeline, ...}}, got {pieces!r}")
     for step, pipeline in checked.items():
         if isinstance(step, bool) or not isinstance(step, int) or step < 0:
-            raise PipelineError(f"piecewise: the first step of a piece: expected a whole number from 0 on, got {step!r}")
+            raise PipelineError(
+                f"piecewise: the first step of a piece: expected a whole number from 0 on, got {step!r}"
+            )
         if not isinstance(pipeline, Pipeline):
             raise PipelineError(
                 f"piecewise: at step {step} expected a pipeline, got {pipeline!r}; a transform needs a reducer"

@@ -91,6 +91,8 @@ PIPELINES = (
     Row(pc.chain(pc.compress("fp16"), pc.broadcast()), (oracle.copy_of(0, FP16),)),
     Row(pc.chain(pc.bucketize(), pc.compress("bf16"), pc.ring_reduce()), (oracle.mean(BF16, hops),)),
     Row(pc.chain(pc.compress("bf16"), pc.bucketize(64), pc.all_to_all_avg()), (oracle.mean(BF16, twice),)),
+    # Different treatment by path.
+    Row(pc.partition({"*": pc.all_to_all_avg()}), (oracle.mean(),)),
     # Maps alone, before and after.
     Row(pc.chain(), (oracle.same,)),
     Row(pc.scale(2.0), (oracle.scaled(2.0),)),
