@@ -41,12 +41,11 @@ print(middle - start, perf_counter() - middle)
 
 # The largest ratio that is good enough, by scenario and setting.
 GOALS: dict[str, dict[str, float]] = {
-    "dense shaped": {"ring": 1.05, "ring_bf16": 0.55, "all_to_all": 1.05},
-    "dense loopback": {"ring": 1.25, "ring_bf16": 1.5, "all_to_all": 1.25},
-    "small shaped": {"ring": 1.0, "all_to_all": 1.0},
-    "small loopback": {"ring": 1.0, "all_to_all": 1.0},
-    "import": {"ptcollect": 0.1},
-    "memory": {"donated": 2.0},
+    "dense shaped": {"ring": 1.0, "ring_bf16": 0.53},
+    "dense loopback": {"ring": 1.15},
+    "small loopback": {"ring": 1.5, "all_to_all": 1.5},
+    "import": {"ptcollect": 0.06},  # 50 ms beside the 0.8 to 0.9 s of torch
+    "memory": {"donated": 1.1},
 }
 
 

@@ -17,7 +17,7 @@ from ptcollect.comm import AllReduce, Exchange, Fork, Request
 from ptcollect.errors import PipelineError
 
 IN_FLIGHT = 4
-"""How many children of a fork run at a time (benchmarks/sync_speed.py --in-flight measures it)."""
+"""How many children of a fork run at a time (benchmarks/sync_speed.py --scenario tuning --in-flight ...)."""
 
 
 class Handle(Protocol):
