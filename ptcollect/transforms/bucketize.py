@@ -20,9 +20,8 @@ from ptcollect.state import State
 from ptcollect.tree import Leaves, Structure, flatten
 from ptcollect.value import refuse_tree
 
-DEFAULT_CAP = (
-    "4MiB"  # benchmarks/sync_speed.py --caps: small enough that transfers overlap sums, large enough for few rounds
-)
+# Smaller buckets cost rounds, larger ones overlap less: benchmarks/sync_speed.py --scenario tuning --caps ...
+DEFAULT_CAP = "16MiB"
 
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
