@@ -252,7 +252,7 @@ def draw(trainings: dict[str, Training], steps: int, output: Path) -> None:
         last.set_yticks(rows, LOSSY)
         last.tick_params(axis="y", length=0)
         last.set(xlabel="test accuracy, %", ylim=(len(LOSSY) - 0.5, -0.5))
-        last.set_title("after the last step", loc="left", weight="bold")
+        last.set_title("at the end", loc="left", weight="bold")
         last.set_title("band: dense ± 1", loc="right", fontsize=8, color="#555555")
 
         lines = [Line2D([], [], color=c, linewidth=w) for c, w in ((GREY, 6), (BLUE, 1.4), (ORANGE, 2.8))]
