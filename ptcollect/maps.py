@@ -209,7 +209,7 @@ class _Stateless(Pipeline):
                     f"{self!r} ({self.where}) changed leaf {path!r}: went in {tuple(tree[path].shape)} "
                     f"{tree[path].dtype}, came out {tuple(leaf.shape)} {leaf.dtype}"
                 )
-        return result, state
+        return {path: restrided(leaf, tree[path]) for path, leaf in result.items()}, state
 
 
 def scaled(leaf: Tensor, factor: float | Tensor, path: str) -> Tensor:

@@ -13,6 +13,7 @@ import torch
 from typing_extensions import Unpack
 
 from ptcollect.comm import Comm
+from ptcollect.dtypes import restrided
 from ptcollect.errors import PipelineError
 from ptcollect.state import State, joined, numbered, part
 from ptcollect.tree import Leaves, flatten, refuse_empty
@@ -305,6 +306,7 @@ class Wrapped(Pipeline):
         if not self.transform.manages_ownership:  # ours need no checking at every step
             for path in (*tree, *out):
                 self._check_leaf(path, tree, out)
+            out = {path: restrided(leaf, tree[path]) for path, leaf in out.items()}
         return out, self._flat(new_state)
 
     def _pair(self, answer: Any) -> tuple[Leaves, State]:

@@ -39,6 +39,9 @@ def as_ddp_hook(
     The hook gets each rank's raw gradients and leaves exactly what the pipeline returns: with `module`, the same bits
     as `sync_grads` without DDP, whatever DDP's buckets are and across their rebuild.
 
+    Limits: with ``use_reentrant=True`` activation checkpointing the pipeline runs on parts of the tree, so use
+    ``use_reentrant=False``; with ``static_graph=True`` every parameter of `module` must be one that DDP manages.
+
     Args:
         pipeline: must end with the same bits on all ranks.
         module: the module inside DDP, or the DDP module itself: gives parameters their names. Needed by pipelines that
@@ -147,6 +150,12 @@ class DDPHook:
         if graph_task != self._graph_task:
             self._deliveries.clear()  # a backward pass that broke off left them
             self._graph_task = graph_task
+        if bucket.buffer().layout is not torch.strided:
+            leaf = (self._names or {}).get(bucket.parameters()[0], "a parameter")
+            raise TypeError(
+                f"{self!r}: the gradient of {leaf} is sparse, and a pipeline averages dense ones; "
+                "use Embedding(sparse=False)"
+            )
         delivery = _Delivery(bucket.buffer(), self._gradients(bucket), Future())
         self._deliveries.append(delivery)
         if self._names is None or self._all_arrived():
@@ -156,6 +165,15 @@ class DDPHook:
             # call.
             _at_end_of_backward(self._run)
         return delivery.future
+
+    def _check(self, name: str, gradient: Tensor, result: Tensor | None) -> None:
+        """A wrong result in a future fails far away, so it is an error here."""
+        if result is None or (result.shape, result.dtype) != (gradient.shape, gradient.dtype):
+            got = "nothing" if result is None else f"{tuple(result.shape)} {result.dtype}"
+            raise PipelineError(
+                f"{self!r}: leaf {name!r} went in as {tuple(gradient.shape)} {gradient.dtype} and came out as {got}; "
+                "every stage must return what it was given"
+            )
 
     def _gradients(self, bucket: GradBucket) -> dict[str, Tensor]:
         gradients = {}
@@ -182,6 +200,7 @@ class DDPHook:
         try:
             result, self.state = self.pipeline.update(tree, self.state, group=self.group, missing="zeros")
             for name, gradient in arrived.items():
+                self._check(name, gradient, result.get(name))
                 gradient.copy_(result[name])
         except Exception as error:
             _raise_after_backward(error)
@@ -191,13 +210,15 @@ class DDPHook:
 
 
 def _views(bucket: GradBucket) -> list[Tensor]:
-    """Each parameter's gradient, as a view of the bucket's buffer."""
+    """Each parameter's gradient, as a view of the bucket's buffer.
+
+    Not by ``bucket.gradients()``: torch 2.13 cuts it as if every parameter were real and row-major, and is wrong for
+    complex ones (the buffer holds real numbers, twice as many) and for channels_last.
+    """
     params = bucket.parameters()
-    if not any(param.is_complex() for param in params):
-        gradients: list[Tensor] = bucket.gradients()
-        return gradients
-    # For complex parameters the buffer holds real numbers, twice as many, and torch 2.13's gradients() cuts it wrongly.
-    numbers = torch.view_as_complex(bucket.buffer().view(-1, 2))
+    numbers = bucket.buffer().detach()
+    if params[0].is_complex():
+        numbers = torch.view_as_complex(numbers.view(-1, 2))
     rows = torch.split(numbers, [param.numel() for param in params])
     return [
         row.as_strided(p.shape, _bucket_strides(p), row.storage_offset()) for row, p in zip(rows, params, strict=True)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
+from ptcollect.dtypes import overwrite
 from ptcollect.errors import PipelineError
 from ptcollect.options import RunOptions
 from ptcollect.pipeline import Pipeline
@@ -62,10 +63,7 @@ def sync_grads(
             param = params[name]
             if grad is None or grad is param.grad:
                 continue
-            if param.grad is None:
-                param.grad = grad
-            else:
-                param.grad.copy_(grad)
+            param.grad = grad if param.grad is None else overwrite(param.grad, grad)
     return state
 
 
