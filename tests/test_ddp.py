@@ -41,8 +41,8 @@ from torch.utils.checkpoint import checkpoint
 
 import ptcollect as pc
 
-# Of the public reports two are met halfway: a checkpoint is read back, through bytes, in the same process by a new model,
-# DDP and hook; and half precision is tried on 2 and 4 ranks instead of 8.
+# Of the public reports two are met halfway: a checkpoint is read back, through bytes, in the same process by a new
+# model, DDP and hook; and half precision is tried on 2 and 4 ranks instead of 8.
 
 TIMEOUT = 10.0
 """Seconds that a group waits; a check that says "at once" means less than half."""

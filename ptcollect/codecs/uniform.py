@@ -130,10 +130,13 @@ class _Scaled(Codec):
             # In float32: a scale that is smaller than its smallest number becomes 0, and the block with it.
             # (Not by vector_norm: with dim it takes 50 times as long as abs and amax.)
             scratch = padded.abs()
-            scale = self._scale(scratch.amax(1))
+            largest = scratch.amax(1)
+            scale = self._scale(largest)
             scales[rows.start : rows.stop] = scale
             divisor = torch.where(scale == 0, torch.inf, scale).to(x.dtype).unsqueeze(1)
             torch.div(padded, divisor, out=scratch)
+            if bool(((largest < 1e-30) & (largest > 0) | (largest > 1e38)).any()):
+                scratch.clamp_(-self.levels, self.levels)  # scales this small or large are rounded by more than a code
             self.write(packet[4 * blocks :], rows.start * block, quantise(scratch).view(-1)[: part.numel()])
         return packet
 
@@ -192,7 +195,7 @@ class _Integer(_Scaled):
 
     def quantiser(self, key: Key, device: torch.device) -> Callable[[Tensor], Tensor]:
         if not self.stochastic:
-            return lambda numbers: numbers.round_().clamp_(-self.levels, self.levels)
+            return lambda numbers: numbers.round_()
         generator = key.generator(self.seed, device)
         return lambda numbers: (
             numbers.add_(random_fractions(numbers, generator)).floor_().clamp_(-self.levels, self.levels)
