@@ -36,11 +36,16 @@ def as_ddp_hook(
 
     .. math:: \text{grad} \leftarrow \text{pipeline}(\text{grad})
 
-    The hook gets each rank's raw gradients and leaves exactly what the pipeline returns: with `module`, the same bits
-    as `sync_grads` without DDP, whatever DDP's buckets are and across their rebuild.
+    The hook gets each rank's raw gradients and leaves exactly what the pipeline returns: with `module`, the same bits as
+    `sync_grads` without DDP, across the rebuild of DDP's buckets. One exception: for a parameter that no rank used DDP
+    delivers zeros where `sync_grads` has none, so `ring_reduce` in buckets may round the others differently.
 
-    Limits: with ``use_reentrant=True`` activation checkpointing the pipeline runs on parts of the tree, so use
-    ``use_reentrant=False``; with ``static_graph=True`` every parameter of `module` must be one that DDP manages.
+    Warning:
+        Two uses are wrong in this version and are not detected. Reentrant activation checkpointing
+        (``use_reentrant=True``) makes the hook run on parts of the tree and **gives wrong gradients without an error**
+        where the pipeline keeps state or looks at the whole tree; use ``use_reentrant=False``. ``static_graph=True``
+        with trainable parameters in `module` that DDP does not manage **hangs in the first backward, beyond the
+        group's timeout**. After the errors for a sparse gradient or for another module's parameters, make a new DDP.
 
     Args:
         pipeline: must end with the same bits on all ranks.
