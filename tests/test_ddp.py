@@ -44,6 +44,9 @@ import ptcollect as pc
 # Of the public reports two are met halfway: a checkpoint is read back, through bytes, in the same process by a new
 # model, DDP and hook; and half precision is tried on 2 and 4 ranks instead of 8.
 
+# A check that hangs ends its rank after 3 * TIMEOUT; what may take long on a busy machine is the whole launch.
+pytestmark = pytest.mark.timeout(360)
+
 TIMEOUT = 10.0
 """Seconds that a group waits; a check that says "at once" means less than half."""
 
@@ -112,7 +115,7 @@ class Ended:
         return f"never ended the check: exit code {self.exit_codes[rank]}, output\n{self.output[rank]}"
 
 
-def launch(module: str, n: int, names: Sequence[str], *, bound: float = 100.0, **environment: str) -> Ended:
+def launch(module: str, n: int, names: Sequence[str], *, bound: float = 300.0, **environment: str) -> Ended:
     """Run checks of `module` on `n` ranks, each in a world of its own, and wait for at most `bound` seconds."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     environment = {
@@ -185,9 +188,9 @@ def work(module: str, rank: str, n: str, port: str, out: str, *names: str) -> No
             trouble = traceback.format_exc()
         with Path(out).open("a") as lines:
             lines.write(json.dumps([name, trouble]) + "\n")
-        store.add(f"{name}/ended", 1)  # nobody leaves a group in which others still work
-        while store.add(f"{name}/ended", 0) < int(n):
-            time.sleep(0.002)
+        if store.add(f"{name}/ended", 1) == int(n):
+            store.set(f"{name}/all", "")
+        store.wait([f"{name}/all"])  # nobody leaves a group in which others still work
         dist.destroy_process_group()
     faulthandler.cancel_dump_traceback_later()
 
@@ -473,7 +476,7 @@ MODES: dict[str, dict[str, Any]] = {
 }
 
 
-@check(mode=MODES, row=ROWS)
+@check(mode=MODES, row=("ring", "clipped", "momentum"))
 def every_mode_equals_the_loop(rank: int, n: int, mode: str, row: str) -> None:
     trio = Trio(seeded(Crossed), ROWS[row], **MODES[mode])
     for step in range(4):
@@ -978,18 +981,17 @@ def bytes_of(value: Any) -> io.BytesIO:
     return file
 
 
-@check(row=STATEFUL, mode=("plain", "view", "find unused", "static"))
+@check(row=("residuals", "low rank"), mode=("plain", "view", "find unused", "static"))
 def state_equals_the_loops(rank: int, n: int, row: str, mode: str) -> None:
     # Residuals by bucket index were mixed up when DDP rebuilt its buckets: pytorch#48867, #51427, #55271.
     trio = Trio(seeded(Crossed), STATEFUL[row], watch=True, **MODES[mode])
     for step in range(5):
         trio.step(squares(batch(step, rank, 3, 4)))
     assert len(trio.calls) > 5, f"{trio.calls}"
-    if row != "momentum":
-        residuals: list[Any] = [None] * n
-        dist.all_gather_object(residuals, trio.hook.state["error_feedback"]["residual"]["first.weight"])
-        assert all(bool(residual.any()) for residual in residuals), f"{residuals}"
-        assert not torch.equal(residuals[0], residuals[1])
+    residuals: list[Any] = [None] * n
+    dist.all_gather_object(residuals, trio.hook.state["error_feedback"]["residual"]["first.weight"])
+    assert all(bool(residual.any()) for residual in residuals), f"{residuals}"
+    assert not torch.equal(residuals[0], residuals[1])
 
 
 @check(row=STATEFUL, view=(False, True))

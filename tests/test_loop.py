@@ -39,6 +39,7 @@ from torch import Tensor, nn
 import ptcollect as pc
 
 CHECKS, check = collector()
+pytestmark = pytest.mark.timeout(360)  # of the launch, as in test_ddp.py
 
 SYNCS: Sequence[Callable[..., Any]] = (pc.sync_grads, pc.sync_params)
 

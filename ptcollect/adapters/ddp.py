@@ -36,8 +36,8 @@ def as_ddp_hook(
 
     .. math:: \text{grad} \leftarrow \text{pipeline}(\text{grad})
 
-    The hook gets each rank's raw gradients and leaves exactly what the pipeline returns: with `module`, the same bits as
-    `sync_grads` without DDP, across the rebuild of DDP's buckets. One exception: for a parameter that no rank used DDP
+    The hook gets each rank's raw gradients and leaves exactly what the pipeline returns: with `module`, the same bits
+    as `sync_grads` without DDP, across the rebuild of its buckets. One exception: for a parameter that no rank used DDP
     delivers zeros where `sync_grads` has none, so `ring_reduce` in buckets may round the others differently.
 
     Warning:
