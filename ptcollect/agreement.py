@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass
 
 import torch
@@ -91,20 +91,28 @@ async def _disseminate(digest: bytes, differs: bool, comm: Comm) -> bool:
 
 async def any_rank(flag: bool, comm: Comm) -> bool:
     """Whether `flag` holds on some rank, the same answer on all of them."""
+    return bool(await any_of(["flag"], ["flag"] * flag, comm))
+
+
+async def any_of(names: Sequence[str], mine: Collection[str], comm: Comm) -> frozenset[str]:
+    """Those of `names` that are in `mine` on some rank, the same answer on all of them."""
+    flags = sum(1 << i for i, name in enumerate(names) if name in mine)
+    size = 8 * (1 + len(names) // 64)
     for axis in comm.axes:
-        flag = await _spread(flag, comm.on_axis(axis, "flag"))
-    return flag
+        flags = await _spread(flags, size, comm.on_axis(axis, "flags"))
+    return frozenset(name for i, name in enumerate(names) if flags >> i & 1)
 
 
-async def _spread(flag: bool, comm: Comm) -> bool:
+async def _spread(flags: int, size: int, comm: Comm) -> int:
+    """The flags of all ranks of one axis together."""
     distance = 1
     while distance < comm.size:
         source = (comm.rank - distance) % comm.size
-        record = _to_tensor(bytes([flag]) + bytes(7))
-        received = await comm.exchange_bytes({(comm.rank + distance) % comm.size: record}, {source: 8})
-        flag = flag or bool(_to_bytes(received[source].data)[0])
+        record = _to_tensor(flags.to_bytes(size, "little"))
+        received = await comm.exchange_bytes({(comm.rank + distance) % comm.size: record}, {source: size})
+        flags |= int.from_bytes(_to_bytes(received[source].data), "little")
         distance *= 2
-    return flag
+    return flags
 
 
 async def _gather(mine: bytes, comm: Comm) -> list[bytes]:

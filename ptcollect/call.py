@@ -8,19 +8,21 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ptcollect.agreement import Description, agree, gather_numbers, settle
+from ptcollect.agreement import Description, agree, any_of, gather_numbers, settle
+from ptcollect.arrivals import Arrivals
 from ptcollect.chain import Chain
 from ptcollect.comm import Axis, Comm
 from ptcollect.dtypes import fresh_copy
 from ptcollect.maps import scaled
 from ptcollect.options import Options, check_weight
-from ptcollect.pipeline import Pipeline
+from ptcollect.pipeline import Pipeline, apply_settled
 from ptcollect.reducers.reducer import Reducer
 from ptcollect.state import State
 from ptcollect.tree import Leaves, flatten, refuse_empty
@@ -45,8 +47,15 @@ class Place:
         return math.prod(axis.size for axis in self.axes.values())
 
 
-async def call(pipeline: Pipeline, tree: Any, state: State | None, place: Place, options: Options) -> tuple[Any, State]:
-    """What `Pipeline.update` does, on one rank."""
+async def call(
+    pipeline: Pipeline,
+    tree: Any,
+    state: State | None,
+    place: Place,
+    options: Options,
+    arrivals: Arrivals | None = None,
+) -> tuple[Any, State]:
+    """What `Pipeline.update` does, on one rank; with `arrivals`, `tree` only shows what the leaves will look like."""
     comm = Comm(place.axes)
     checks = pipeline.communicates and place.size > 1 and _must_check(pipeline, place, options)
     try:
@@ -64,11 +73,13 @@ async def call(pipeline: Pipeline, tree: Any, state: State | None, place: Place,
         leaves = {path: found[path] for path in structure.paths if path in found}
     comm = comm.replace(step=step, structure=structure, owned=options.donate and _apart(leaves))
     stages = {name: value for name, value in state.items() if name != "step"}
-    if options.weight is not None:
+    if arrivals is not None:
+        out, stages = await _streamed(pipeline, leaves, stages, comm, arrivals)
+    elif options.weight is not None:
         out, stages = await _weighted(pipeline, leaves, stages, comm, options.weight)
     else:
         out, stages = await pipeline.apply(leaves, stages, comm)
-    if not options.donate and not pipeline.fresh:
+    if not options.donate and not pipeline.fresh and arrivals is None:
         out = _private(out, leaves)
     return structure.unflatten(out), {"step": step + 1, **stages} if pipeline.stateful else {}
 
@@ -173,6 +184,34 @@ def _check_weight(pipeline: Pipeline, options: Options) -> None:
                 f"weight={options.weight}: {stage!r} does not give every rank a mean, and weights belong to means; "
                 'use a reducer with op="mean", or leave the weight out'
             )
+
+
+async def _streamed(
+    pipeline: Pipeline, leaves: Leaves, state: State, comm: Comm, arrivals: Arrivals
+) -> tuple[Leaves, State]:
+    """Start before all leaves are there; if in the end others came than were expected, do it again with those."""
+
+    async def incoming(paths: Sequence[str], comm: Comm) -> Leaves:
+        return await comm.arrival(arrivals, paths)
+
+    streaming = comm.replace(incoming=incoming)
+    if arrivals.certain:
+        return await apply_settled(pipeline, leaves, state, streaming)
+    if not pipeline.streams:
+        used = await _used(arrivals, comm)
+        return await pipeline.apply(arrivals.exactly(used), state, comm)
+    out, new_state = await pipeline.apply(leaves, state, streaming)
+    if await _used(arrivals, comm) == arrivals.expected:
+        return out, new_state
+    return await pipeline.apply(arrivals.exactly(arrivals.used), state, comm)
+
+
+async def _used(arrivals: Arrivals, comm: Comm) -> frozenset[str]:
+    """The leaves that have come on some rank, when nothing is left to come."""
+    paths = list(arrivals.like)
+    await comm.arrival(arrivals, paths)
+    arrivals.used = await any_of(paths, arrivals.delivered, comm)
+    return arrivals.used
 
 
 async def _weighted(

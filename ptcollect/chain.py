@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import overload
 
 from ptcollect.comm import Comm
 from ptcollect.errors import PipelineError
-from ptcollect.pipeline import Pipeline, Transform
+from ptcollect.pipeline import Pipeline, Transform, apply_settled
 from ptcollect.state import State, joined, part
 from ptcollect.tree import Leaves
 from ptcollect.value import refuse_tree
@@ -76,6 +76,10 @@ class Chain(Pipeline):
         return self.program
 
     @property
+    def streams(self) -> bool:
+        return next((child.streams for child in self.program if not child.local_and_leafwise), True)
+
+    @property
     def fresh(self) -> bool:
         return bool(self.program) and self.program[-1].fresh
 
@@ -83,17 +87,31 @@ class Chain(Pipeline):
         return joined(self.state_names, [child.begin(params) for child in self.program])
 
     async def apply(self, tree: Leaves, state: State, comm: Comm) -> tuple[Leaves, State]:
-        states = []
+        states: list[State] = []
         start = 0
         for child in self.program:
             stop = start + len(child.state_names)
+            if comm.incoming is not None and child.local_and_leafwise:
+                comm = comm.replace(owned=child.fresh, incoming=_mapped(child, tree, comm))
+                states.append({})
+                continue
             before = tree
-            tree, new = await child.apply(tree, part(state, self.state_names, start, stop), comm)
-            if tree is not before:
-                comm = comm.replace(owned=child.fresh)  # fresh tensors: whoever comes next may overwrite them
+            tree, new = await apply_settled(child, tree, part(state, self.state_names, start, stop), comm)
+            if tree is not before:  # fresh tensors: whoever comes next may overwrite them
+                comm = comm.replace(owned=child.fresh, incoming=None)
             states.append(new)
             start = stop
         return tree, joined(self.state_names, states)
+
+
+def _mapped(child: Pipeline, tree: Leaves, comm: Comm) -> Callable[[Sequence[str], Comm], Awaitable[Leaves]]:
+    """Where the values of leaves come from after a map that treats each leaf alone."""
+
+    async def incoming(paths: Sequence[str], _: Comm) -> Leaves:
+        leaves, _state = await child.apply(await comm.arrived(tree, paths), {}, comm.replace(incoming=None))
+        return leaves
+
+    return incoming
 
 
 @dataclass(frozen=True, repr=False)

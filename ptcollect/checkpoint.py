@@ -118,6 +118,22 @@ def state_summary(state: State) -> str:
     return "\n".join(lines)
 
 
+def quiet(state: State) -> State:
+    """`state` with residuals of zero, for a rank that still takes part and has nothing to add."""
+    return _own_entries(state, lambda own: {path: torch.zeros_like(value) for path, value in own.items()})
+
+
+def merged(before: State, after: State) -> State:
+    """`after`, reached from ``quiet(before)``, with the residuals of `before` added back."""
+    out: State = {}
+    for key, value in after.items():
+        if key == "residual":
+            out[key] = {path: before[key][path] + leaf for path, leaf in value.items()}
+        else:
+            out[key] = merged(before[key], value) if isinstance(value, dict) else value
+    return out
+
+
 def _own_entries(state: State, change: Callable[[dict[str, Any]], dict[str, Any]]) -> State:
     return {
         key: change(value) if key == "residual" else _own_entries(value, change) if isinstance(value, dict) else value

@@ -7,18 +7,19 @@ Nothing here sends anything. A coroutine awaits a request; `schedule.drive` hand
 from __future__ import annotations
 
 import sys
-from collections.abc import Coroutine, Generator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, Literal, TypeVar
 
 import torch
 from torch import Tensor
 
+from ptcollect.arrivals import Arrivals
 from ptcollect.codecs.cast import Cast
 from ptcollect.codecs.codec import Codec, Key
 from ptcollect.dtypes import accumulation_dtype, flat_numel, real_dtype
 from ptcollect.errors import PipelineError
-from ptcollect.tree import Structure
+from ptcollect.tree import Leaves, Structure
 
 T = TypeVar("T")
 
@@ -97,6 +98,14 @@ class Fork(Request["list[Any]"]):
     children: Sequence[Coroutine[Any, Any, Any]]
 
 
+@dataclass(eq=False)
+class Arrival(Request[Leaves]):
+    """The leaves `paths`, as soon as the backward pass has delivered them."""
+
+    arrivals: Arrivals
+    paths: Sequence[str]
+
+
 class Comm:
     """How a stage sees the launch: who it is, and what it may ask for.
 
@@ -130,6 +139,8 @@ class Comm:
         """The dtype in which an enclosing `compress` wants this leaf summed natively; ``None``: as it is."""
         self.owned = False
         """Whether the tensors handed down belong to the pipeline, which may then overwrite them."""
+        self.incoming: Callable[[Sequence[str], Comm], Awaitable[Leaves]] | None = None
+        """Where the values of leaves come from while backward still runs; ``None``: the tree has them."""
         self.stage = ""
         self.leaf = ""
         self.scope = ""
@@ -146,6 +157,23 @@ class Comm:
         other = object.__new__(Comm)
         other.__dict__.update(self.__dict__, _outstanding=[], **changes)
         return other
+
+    async def arrived(self, tree: Leaves, paths: Iterable[str] | None = None) -> Leaves:
+        """Those leaves of `tree`, with their values: in the overlapped mode a tree comes before its gradients do."""
+        wanted = list(tree if paths is None else paths)
+        if self.incoming is None:
+            return {path: tree[path] for path in wanted}
+        return await self.incoming(wanted, self)
+
+    async def settled(self, tree: Leaves) -> tuple[Leaves, Comm]:
+        """All of `tree` with its values, and the comm to go on with."""
+        if self.incoming is None:
+            return tree, self
+        return await self.arrived(tree), self.replace(incoming=None)
+
+    def arrival(self, arrivals: Arrivals, paths: Sequence[str]) -> Arrival:
+        """The request for leaves that a backward pass delivers."""
+        return Arrival(*self._about(), arrivals, paths)
 
     def on_axis(self, axis: str | None, stage: str) -> Comm:
         """This comm seen along `axis`.

@@ -20,16 +20,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ptcollect.arrivals import Arrivals
 from ptcollect.call import Place, call
-from ptcollect.comm import AllReduce, Axis, Exchange, Packet, Request
+from ptcollect.chain import Chain
+from ptcollect.comm import AllReduce, Arrival, Axis, Exchange, Packet, Request
 from ptcollect.errors import PeerLostError, PipelineError
 from ptcollect.options import Options
 from ptcollect.pending import Pending
-from ptcollect.pipeline import Pipeline
+from ptcollect.pipeline import Pipeline, Wrapped
 from ptcollect.process_groups import Members, PrivateGroup, exists, members_of
+from ptcollect.reducers.reducer import Reducer
 from ptcollect.schedule import Task, drive
 from ptcollect.state import State
 from ptcollect.traffic import count
+from ptcollect.tree import Leaves
 
 
 def run(pipeline: Pipeline, tree: Any, state: State | None, options: Mapping[str, Any]) -> tuple[Any, State]:
@@ -43,6 +47,15 @@ def start(pipeline: Pipeline, tree: Any, state: State | None, options: Mapping[s
     """Perform one call on the communication thread."""
     read = Options.read(options)
     return Pending(_lane(pipeline, read).submit(lambda lane: lane.perform(pipeline, tree, state, read)))
+
+
+def stream(
+    pipeline: Pipeline, arrivals: Arrivals, state: State | None, options: Mapping[str, Any]
+) -> Future[tuple[Any, State]]:
+    """Perform one call on the communication thread, on leaves that a backward pass delivers meanwhile."""
+    read = Options.read(options)
+    tree = {path: like if path in arrivals.expected else None for path, like in arrivals.like.items()}
+    return _lane(pipeline, read).submit(lambda lane: lane.perform(pipeline, tree, state, read, arrivals))
 
 
 _lanes: dict[Any, Lane] = {}
@@ -137,14 +150,21 @@ class Lane:
 
     # One call.
 
-    def perform(self, pipeline: Pipeline, tree: Any, state: State | None, options: Options) -> tuple[Any, State]:
+    def perform(
+        self,
+        pipeline: Pipeline,
+        tree: Any,
+        state: State | None,
+        options: Options,
+        arrivals: Arrivals | None = None,
+    ) -> tuple[Any, State]:
         """Run the call's program; on a failure that peers cannot know of, tell them and drop the private groups."""
         self.calls += 1
         while True:
             self.place.unanimous = None
             try:
                 with torch.no_grad():
-                    return self._drive(pipeline, tree, state, options)
+                    return self._drive(pipeline, tree, state, options, arrivals)
             except _EarlierFailureError:
                 self._drop("an earlier call failed")  # known by now to all; this call can still be made, on a new group
             except BaseException as error:
@@ -153,8 +173,12 @@ class Lane:
                     self._drop(_reason(error))
                 raise
 
-    def _drive(self, pipeline: Pipeline, tree: Any, state: State | None, options: Options) -> tuple[Any, State]:
-        steps = drive(call(pipeline, tree, state, self.place, options), self._post)
+    def _drive(
+        self, pipeline: Pipeline, tree: Any, state: State | None, options: Options, arrivals: Arrivals | None
+    ) -> tuple[Any, State]:
+        program = call(pipeline, tree, state, self.place, options, arrivals)
+        by_tag = arrivals is not None and self._matches_by_tag and _exchanges_only(pipeline)
+        steps = drive(program, self._post, by_tag=by_tag)
         try:
             while True:
                 posted = next(steps)
@@ -165,7 +189,13 @@ class Lane:
         finally:
             steps.close()
 
-    def _post(self, request: Request[Any], task: Task) -> _Posted:
+    @property
+    def _matches_by_tag(self) -> bool:
+        return all(dist.get_backend(members.group) == "gloo" for members in self.dims.values())
+
+    def _post(self, request: Request[Any], task: Task) -> _Posted | _Awaited:
+        if isinstance(request, Arrival):
+            return _Awaited(request, max((members.timeout for members in self.dims.values()), default=_FOREVER))
         members = self.dims[request.axis if request.axis in self.dims else next(iter(self.dims))]
         count(request, members.rank, members.size)
         posted = _Posted(self, members, request, task)
@@ -213,6 +243,44 @@ def _close_all() -> None:
     """Close private groups while the interpreter is whole: gloo's threads abort a process that ends before them."""
     for lane in list(_lanes.values()):
         lane.close()
+
+
+def _exchanges_only(pipeline: Pipeline) -> bool:
+    """Whether tasks send nothing but messages with the task's own tag, and tags do not depend on timing either.
+
+    A native collective is matched by order, and so may be what a reducer of the user's asks for; where forks are
+    inside forks, their tags depend on which began first.
+    """
+    for stage in pipeline.walk():
+        if isinstance(stage, Reducer):
+            if stage.factory.native or not stage.factory.__module__.startswith("ptcollect."):
+                return False
+        elif not isinstance(stage, (Chain, Wrapped)):
+            return False
+    return True
+
+
+class _Awaited:
+    """A wait for leaves from this rank's own backward pass."""
+
+    def __init__(self, request: Arrival, timeout: timedelta) -> None:
+        self.request = request
+        self.timeout = timeout
+        self.answer: Leaves = {}
+        self.failure: Exception | None = None
+
+    def wait(self) -> None:
+        """Block until the leaves are there."""
+        try:
+            self.answer = self.request.arrivals.wait(self.request.paths, self.timeout)
+        except Exception as error:
+            self.failure = error
+
+    def result(self) -> Leaves:
+        """The leaves, or raises."""
+        if self.failure is not None:
+            raise self.failure
+        return self.answer
 
 
 class _EarlierFailureError(Exception):
@@ -361,6 +429,7 @@ def _wait_watching(work: Any, timeout: timedelta, given_up: Callable[[], bool]) 
 
 
 _SLICE = timedelta(seconds=0.25)
+_FOREVER = timedelta(days=1)
 
 
 def _work(lane: weakref.ref[Lane], jobs: queue.SimpleQueue[tuple[Callable[[Lane], Any], Future[Any]]]) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 from ptcollect.comm import Comm
 from ptcollect.errors import PipelineError
-from ptcollect.pipeline import Pipeline
+from ptcollect.pipeline import Pipeline, apply_settled
 from ptcollect.state import State, joined, part
 from ptcollect.tree import Leaves
 from ptcollect.value import refuse_tree
@@ -72,6 +72,10 @@ class Partition(Pipeline):
     def fresh(self) -> bool:
         return all(child.fresh for child in self.children())
 
+    @property
+    def streams(self) -> bool:
+        return True
+
     def begin(self, params: Leaves) -> State:
         parts = self._parts(params)
         return joined(self.state_names, [child.begin(part) for child, part in zip(self.children(), parts, strict=True)])
@@ -81,7 +85,7 @@ class Partition(Pipeline):
         states = [part(state, self.state_names, start, stop) for start, stop in zip([0, *stops], stops, strict=False)]
         trees = self._parts(tree)
         # Every rule runs, also one that no leaf matches: all ranks make the same requests in the same order.
-        work = [child.apply(t, s, comm) for child, t, s in zip(self.children(), trees, states, strict=True)]
+        work = [apply_settled(child, t, s, comm) for child, t, s in zip(self.children(), trees, states, strict=True)]
         results = await comm.fork(work)
         out = {path: leaf for leaves, _ in results for path, leaf in leaves.items()}
         return {path: out[path] for path in tree}, joined(self.state_names, [new for _, new in results])

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ptcollect.comm import Comm
 from ptcollect.errors import PipelineError
-from ptcollect.pipeline import Pipeline
+from ptcollect.pipeline import Pipeline, apply_settled
 from ptcollect.state import State, joined, part
 from ptcollect.tree import Leaves
 from ptcollect.value import refuse_tree
@@ -81,6 +81,10 @@ class Piecewise(Pipeline):
         return all(child.fresh for child in self.children())
 
     @property
+    def streams(self) -> bool:
+        return True
+
+    @property
     def uses_step(self) -> bool:
         return True
 
@@ -99,7 +103,7 @@ class Piecewise(Pipeline):
         last = state[self.name]["piece"]
         if now != last:
             states[last], states[now] = _moved(states[last], states[now])
-        out, states[now] = await self.pieces[now][1].apply(tree, states[now], comm)
+        out, states[now] = await apply_settled(self.pieces[now][1], tree, states[now], comm)
         return out, joined(self.state_names, [{self.name: {"piece": now}}, *states])
 
 

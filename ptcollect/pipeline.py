@@ -72,6 +72,16 @@ class Pipeline(Value):
         return False
 
     @property
+    def local_and_leafwise(self) -> bool:
+        """Whether it can treat a leaf as soon as that is there, without a word to anybody."""
+        return self.leafwise and not self.communicates
+
+    @property
+    def streams(self) -> bool:
+        """Whether it asks ``comm.arrived`` for each leaf's value when it needs it; else all must be there before."""
+        return False
+
+    @property
     def works_on(self) -> str:
         """``"gradients"``, ``"parameters"`` or ``"any"``: what the pipeline is meant to be given."""
         kinds = {child.works_on for child in self.children()} - {"any"}
@@ -200,6 +210,13 @@ class Pipeline(Value):
         )
 
 
+async def apply_settled(inner: Pipeline, tree: Leaves, state: State, comm: Comm) -> tuple[Leaves, State]:
+    """``inner.apply``, after waiting for values that `inner` would not wait for itself."""
+    if not inner.streams:
+        tree, comm = await comm.settled(tree)
+    return await inner.apply(tree, state, comm)
+
+
 class Transform(Value):
     """A function from pipelines to pipelines, such as `bucketize`: treats what goes in and what comes out.
 
@@ -242,6 +259,8 @@ class Transform(Value):
     """Whether some of what goes in does not arrive, and is booked as residual."""
     goes_outside_error_feedback: ClassVar[bool] = False
     """Whether `error_feedback` refuses to wrap it."""
+    streams: ClassVar[bool] = False
+    """Whether it asks ``comm.arrived`` for each leaf's value when it needs it; else all must be there before."""
     manages_ownership: ClassVar[bool] = False
     """Whether it minds ``comm.owned``: the pipeline inside may overwrite tensors only where that is set. Where a
     transform does not say so, the pipeline inside always copies."""
@@ -289,6 +308,10 @@ class Wrapped(Pipeline):
     @property
     def fresh(self) -> bool:
         return self.transform.manages_ownership and self.inner.fresh
+
+    @property
+    def streams(self) -> bool:
+        return self.transform.streams and self.inner.streams
 
     @property
     def state_names(self) -> tuple[str, ...]:

@@ -2,7 +2,8 @@
 
 `drive` is a generator, so it knows neither sockets nor clocks. It posts requests through the `post` it is given and
 yields the handle it must wait for: always the oldest. The order in which requests are posted is therefore a function of
-the program alone, never of timing, which is what NCCL demands and gloo forgives until it deadlocks.
+the program alone, never of timing, which is what NCCL demands and gloo forgives until it deadlocks. The one exception
+is asked for by name: where messages are matched by tag, a task that waits for backward need not hold up the others.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from ptcollect.comm import AllReduce, Exchange, Fork, Request
+from ptcollect.comm import AllReduce, Arrival, Exchange, Fork, Request
 from ptcollect.errors import PipelineError
 
 IN_FLIGHT = 4
@@ -37,7 +38,9 @@ class Task:
     parent: _Join | None = None
     index: int = 0
     round: int = 0
-    """How many requests it has made."""
+    """How many requests to the network it has made."""
+    request: Request[Any] | None = None
+    """What it waits for, if that is not a fork."""
     join: _Join | None = None
     """What it waits for, if that is a fork."""
     closed: bool = False
@@ -56,8 +59,17 @@ class _Join:
 Post = Callable[[Request[Any], Task], Handle]
 
 
-def drive(main: Coroutine[Any, Any, Any], post: Post, in_flight: int = IN_FLIGHT) -> Generator[Handle, None, Any]:
+def drive(
+    main: Coroutine[Any, Any, Any], post: Post, in_flight: int = IN_FLIGHT, *, by_tag: bool = False
+) -> Generator[Handle, None, Any]:
     """Run `main` to its end; yields each posted handle when it is that handle's turn to be waited for.
+
+    Args:
+        main: the program.
+        post: makes a request and returns its handle.
+        in_flight: children of a fork that run at a time.
+        by_tag: messages find their receiver by tag and not by order, so that others may go on while a task waits for
+            leaves from backward. Those waits still end in order.
 
     Returns:
         What `main` returned.
@@ -65,14 +77,15 @@ def drive(main: Coroutine[Any, Any, Any], post: Post, in_flight: int = IN_FLIGHT
     Raises:
         PipelineError: a coroutine awaited something that is not a request of `Comm`.
     """
-    return (yield from _Driver(main, post, in_flight).run())
+    return (yield from _Driver(main, post, in_flight, by_tag).run())
 
 
 class _Driver:
-    def __init__(self, main: Coroutine[Any, Any, Any], post: Post, in_flight: int) -> None:
+    def __init__(self, main: Coroutine[Any, Any, Any], post: Post, in_flight: int, by_tag: bool) -> None:
         self.main = Task(main, tag=0)
         self.post = post
         self.in_flight = in_flight
+        self.by_tag = by_tag
         self.tags = 1
         self.ready: list[tuple[Task, Any, BaseException | None]] = [(self.main, None, None)]  # a stack: depth first
         self.posted: deque[tuple[Handle, Task]] = deque()
@@ -85,7 +98,7 @@ class _Driver:
                     self._advance(*self.ready.pop())
                 if self.outcome:
                     return self.outcome[0]
-                handle, task = self.posted.popleft()
+                handle, task = self._turn()
                 yield handle
                 if task.closed:
                     continue  # its fork failed elsewhere; the transfer is over, nobody wants the answer
@@ -97,6 +110,18 @@ class _Driver:
                     self.ready.append((task, answer, None))
         finally:
             self._close(self.main)
+
+    def _turn(self) -> tuple[Handle, Task]:
+        """Whose turn it is to be waited for."""
+        held_up = False
+        for position, (handle, task) in enumerate(self.posted if self.by_tag else ()):
+            if isinstance(task.request, Arrival):
+                held_up = held_up or not task.request.arrivals.there(task.request.paths)
+                if held_up:
+                    continue  # also with one that is there behind one that is not: tasks begin in order
+            del self.posted[position]
+            return handle, task
+        return self.posted.popleft()
 
     def _advance(self, task: Task, answer: Any, error: BaseException | None) -> None:
         try:
@@ -111,8 +136,9 @@ class _Driver:
     def _dispatch(self, task: Task, request: Any) -> None:
         if isinstance(request, Fork):
             self._start(task, request)
-        elif isinstance(request, (Exchange, AllReduce)):
-            task.round += 1
+        elif isinstance(request, (Exchange, AllReduce, Arrival)):
+            task.request = request
+            task.round += not isinstance(request, Arrival)
             try:
                 self.posted.append((self.post(request, task), task))
             except Exception as error:

@@ -164,6 +164,10 @@ class Reducer(Pipeline):
         return self.factory.consensus
 
     @property
+    def streams(self) -> bool:
+        return True
+
+    @property
     def fresh(self) -> bool:
         return True
 
@@ -187,15 +191,17 @@ class Reducer(Pipeline):
         # Dtypes first, all of them: a leaf that cannot be treated is an error before any traffic.
         comms = {path: comm.for_leaf(path, leaf) for path, leaf in tree.items()}
         if comm.size == 1:
+            tree, _ = await comm.settled(tree)
             return (tree if comm.owned else {path: fresh_copy(leaf) for path, leaf in tree.items()}), state
         out = {path: leaf if comm.owned else fresh_copy(leaf) for path, leaf in tree.items() if leaf.numel() == 0}
         full = [path for path in tree if path not in out]
-        work = [self._reduce(tree[path], comms[path], options) for path in full]
+        work = [self._reduce(path, tree, comms[path], options) for path in full]
         reduced = [await work[0]] if len(work) == 1 else await comm.fork(work)
         out |= dict(zip(full, reduced, strict=True))
         return {path: out[path] for path in tree}, state
 
-    async def _reduce(self, leaf: Tensor, comm: Comm, options: Mapping[str, Any]) -> Tensor:
+    async def _reduce(self, path: str, tree: Leaves, comm: Comm, options: Mapping[str, Any]) -> Tensor:
+        leaf = (await comm.arrived(tree, [path]))[path]
         view = flat_view(leaf) if comm.owned else None
         x = view if view is not None and view.dtype == comm.dtype else flat_copy(leaf, comm.dtype)
         numel = x.numel()

@@ -66,6 +66,7 @@ class Bucketize(Transform):
     """See `bucketize`."""
 
     name = "bucketize"
+    streams = True
     manages_ownership = True
     works_in_buckets = False
 
@@ -124,14 +125,15 @@ class Bucketize(Transform):
         return {path: done[path] for path in tree}, {"inner": state["inner"]}
 
     async def _bucket(self, inner: Pipeline, bucket: Bucket, tree: Leaves, comm: Comm) -> Leaves:
+        leaves = await comm.arrived(tree, bucket.paths)
         residuals: Leaves | None = None if comm.residuals is None else {}
         # A donated leaf that has a bucket to itself is worked on where it is.
-        alone = flat_view(tree[bucket.paths[0]]) if comm.owned and len(bucket.paths) == 1 else None
-        flat = {bucket.label: alone if alone is not None else _packed(bucket, tree)}
-        out, _ = await inner.apply(flat, {}, comm.replace(owned=True, residuals=residuals))
+        alone = flat_view(leaves[bucket.paths[0]]) if comm.owned and len(bucket.paths) == 1 else None
+        flat = {bucket.label: alone if alone is not None else _packed(bucket, leaves)}
+        out, _ = await inner.apply(flat, {}, comm.replace(owned=True, residuals=residuals, incoming=None))
         if residuals and comm.residuals is not None:
             comm.residuals.update(zip(bucket.paths, torch.split(residuals[bucket.label], bucket.sizes), strict=True))
-        return _unpacked(out[bucket.label], bucket, tree, into_leaves=comm.owned)
+        return _unpacked(out[bucket.label], bucket, leaves, into_leaves=comm.owned)
 
 
 class Bucket(NamedTuple):

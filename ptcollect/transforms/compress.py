@@ -9,7 +9,7 @@ from ptcollect.codecs import by_name
 from ptcollect.codecs.codec import Codec
 from ptcollect.comm import Comm
 from ptcollect.errors import PipelineError
-from ptcollect.pipeline import Pipeline, Transform, Wrapped
+from ptcollect.pipeline import Pipeline, Transform, Wrapped, apply_settled
 from ptcollect.reducers.reducer import Reducer
 from ptcollect.state import State
 from ptcollect.tree import Leaves
@@ -57,6 +57,7 @@ class Compress(Transform):
     """Gives the pipeline inside a comm with another codec."""
 
     name = "compress"
+    streams = True
     manages_ownership = True
     works_in_buckets = True
     lossy = True
@@ -84,5 +85,5 @@ class Compress(Transform):
                 )
 
     async def update(self, inner: Pipeline, tree: Leaves, state: State, comm: Comm) -> tuple[Leaves, State]:
-        out, inner_state = await inner.apply(tree, state["inner"], comm.replace(codec=self.codec))
+        out, inner_state = await apply_settled(inner, tree, state["inner"], comm.replace(codec=self.codec))
         return out, {"inner": inner_state}

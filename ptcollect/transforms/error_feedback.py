@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -11,7 +12,7 @@ from ptcollect.chain import Chain
 from ptcollect.comm import Comm
 from ptcollect.dtypes import accumulation_dtype, fresh_copy, from_flat, restrided, wide_dtype
 from ptcollect.errors import PipelineError
-from ptcollect.pipeline import Pipeline, Transform, Wrapped
+from ptcollect.pipeline import Pipeline, Transform, Wrapped, apply_settled
 from ptcollect.reducers.reducer import Reducer
 from ptcollect.state import State
 from ptcollect.tree import Leaves
@@ -52,6 +53,7 @@ class ErrorFeedback(Transform):
 
     name = "error_feedback"
     stateful = True
+    streams = True
     manages_ownership = True
     goes_outside_error_feedback = True  # a second one would find nothing left
 
@@ -97,9 +99,21 @@ class ErrorFeedback(Transform):
 
     async def update(self, inner: Pipeline, tree: Leaves, state: State, comm: Comm) -> tuple[Leaves, State]:
         before: Leaves = state["residual"]
-        given = {path: self._corrected(path, leaf, before) for path, leaf in tree.items()}
+        for path, leaf in tree.items():
+            self._check(path, leaf, before)
         booked: Leaves = {}
-        out, inner_state = await inner.apply(given, state["inner"], comm.replace(owned=True, residuals=booked))
+        inside = comm.replace(owned=True, residuals=booked)
+        if comm.incoming is None:
+            given = {path: _corrected(leaf, before.get(path)) for path, leaf in tree.items()}
+        else:
+            given = {path: before.get(path, leaf) for path, leaf in tree.items()}  # what the values will look like
+
+            async def incoming(paths: Sequence[str], _: Comm) -> Leaves:
+                arrived = await comm.arrived(tree, paths)
+                return {path: _corrected(leaf, before.get(path)) for path, leaf in arrived.items()}
+
+            inside = inside.replace(incoming=incoming)
+        out, inner_state = await apply_settled(inner, given, state["inner"], inside)
         residual = dict(before)  # a leaf that is missing in this step keeps its own
         result: Leaves = {}
         # What a narrow result cannot hold is one share of every rank's in a mean, and one rank's alone in a sum.
@@ -115,14 +129,16 @@ class ErrorFeedback(Transform):
                     residual[path] += out[path] - result[path].to(out[path].dtype)
         return result, {"residual": residual, "inner": inner_state}
 
-    def _corrected(self, path: str, leaf: Tensor, residual: Leaves) -> Tensor:
-        """The leaf plus its residual, in the residual's dtype, as a tensor of its own."""
-        if not accumulation_dtype(leaf.dtype, path).is_floating_point:
-            return fresh_copy(leaf)
-        if path not in residual or residual[path].shape != leaf.shape:
+    def _check(self, path: str, leaf: Tensor, residual: Leaves) -> None:
+        floating = accumulation_dtype(leaf.dtype, path).is_floating_point
+        if floating and (path not in residual or residual[path].shape != leaf.shape):
             has = f"one of shape {tuple(residual[path].shape)}" if path in residual else "none"
             raise PipelineError(
                 f"{self!r}: leaf {path!r} of shape {tuple(leaf.shape)} needs a residual like it, the state has {has}; "
                 "make the state with init(params) for these parameters"
             )
-        return leaf.to(residual[path].dtype) + residual[path]
+
+
+def _corrected(leaf: Tensor, residual: Tensor | None) -> Tensor:
+    """The leaf plus its residual, in the residual's dtype, as a tensor of its own."""
+    return fresh_copy(leaf) if residual is None else leaf.to(residual.dtype) + residual
