@@ -8,6 +8,7 @@
 from ptcollect import codecs
 from ptcollect.adapters.ddp import as_ddp_hook
 from ptcollect.adapters.loop import sync_grads, sync_params
+from ptcollect.adapters.overlap import Overlap, overlap
 from ptcollect.chain import chain
 from ptcollect.checkpoint import from_rank_local, rank_local, reshard, state_summary
 from ptcollect.codecs.codec import Codec
@@ -40,6 +41,7 @@ __all__ = [
     "Codec",
     "Comm",
     "NonFiniteError",
+    "Overlap",
     "Packet",
     "PeerLostError",
     "Pending",
@@ -66,6 +68,7 @@ __all__ = [
     "from_rank_local",
     "gather_avg",
     "low_rank",
+    "overlap",
     "partition",
     "piecewise",
     "rank_local",

@@ -65,7 +65,7 @@ async def agree(digest: bytes, describe: Callable[[], Description], comm: Comm) 
         return None
     described = [describe()]
     for axis in comm.axes:
-        lists = await _gather(
+        lists = await gather_bytes(
             json.dumps([asdict(each) for each in described]).encode(), comm.on_axis(axis, "agreement")
         )
         described = [
@@ -115,7 +115,7 @@ async def _spread(flags: int, size: int, comm: Comm) -> int:
     return flags
 
 
-async def _gather(mine: bytes, comm: Comm) -> list[bytes]:
+async def gather_bytes(mine: bytes, comm: Comm) -> list[bytes]:
     """The byte strings of all ranks in rank order; lengths first, since a longer message than expected aborts gloo."""
     others = [peer for peer in range(comm.size) if peer != comm.rank]
     length = _to_tensor(len(mine).to_bytes(8, "little"))
@@ -130,7 +130,7 @@ async def gather_numbers(number: float, comm: Comm) -> list[float]:
     """`number` of every rank of every dim, in rank order."""
     numbers = [number]
     for axis in comm.axes:
-        parts = await _gather(struct.pack(f"<{len(numbers)}d", *numbers), comm.on_axis(axis, "weights"))
+        parts = await gather_bytes(struct.pack(f"<{len(numbers)}d", *numbers), comm.on_axis(axis, "weights"))
         numbers = [value for part in parts for (value,) in struct.iter_unpack("<d", part)]
     return numbers
 

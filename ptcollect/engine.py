@@ -230,10 +230,10 @@ class Lane:
 
     def close(self) -> None:
         """Drop the private groups; the next call makes new ones."""
-        for posted in self.works:
+        for posted in list(self.works):  # copies: the communication thread may be at work on a group that is gone
             posted.forget()  # a Work keeps its group alive, and tracebacks keep frames with Works alive
         self.works.clear()
-        for private in self.private.values():
+        for private in list(self.private.values()):
             private.drop()
         self.private.clear()
 

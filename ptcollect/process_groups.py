@@ -9,6 +9,8 @@ group stays whole, and the next call makes another. A gloo group is built direct
 from __future__ import annotations
 
 import json
+import threading
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -126,15 +128,13 @@ class PrivateGroup:
 
     def write_note(self, call: int, who: str, why: str) -> None:
         """Leave word of a failure for the peers, before they see the connection close; the first note stays."""
-        with suppress(RuntimeError):  # the store's host may be what failed
-            self.store.compare_set("failure", "", json.dumps({"call": call, "who": who, "why": why}))
+        note = json.dumps({"call": call, "who": who, "why": why})
+        _ask(lambda: self.store.compare_set("failure", "", note))
 
     def read_note(self) -> Note | None:
         """The note that a peer left, if one did."""
-        with suppress(RuntimeError):
-            if self.store.check(["failure"]):
-                return Note(**json.loads(self.store.get("failure")))
-        return None
+        text = _ask(lambda: self.store.get("failure") if self.store.check(["failure"]) else None)
+        return None if text is None else Note(**json.loads(text))
 
     def drop(self) -> None:
         """Close every connection, so that peers fail at once, and let go."""
@@ -150,6 +150,26 @@ class PrivateGroup:
         if self.device_group is not None:
             self.device_group.abort()
             self.device_group = None
+
+
+def _ask(question: Callable[[], Any]) -> Any:
+    """The answer of a store, or None if it cannot answer now.
+
+    Its host may be what failed; and while another thread waits for a key, the store is busy for as long as that.
+    """
+    answer: list[Any] = []
+
+    def ask() -> None:
+        with suppress(RuntimeError):
+            answer.append(question())
+
+    thread = threading.Thread(target=ask, name="ptcollect store", daemon=True)
+    thread.start()
+    thread.join(_STORE_SECONDS)
+    return answer[0] if answer else None
+
+
+_STORE_SECONDS = 1.0
 
 
 @dataclass(frozen=True)
