@@ -88,6 +88,37 @@ def test_torch_func():
     assert float(re.findall(r"one process on the whole data: (\S+)", output)[0]) <= 1e-5
 
 
+def test_torch_func_torchopt():
+    pytest.importorskip("torchopt")
+    output = run(EXAMPLES / "torch_func_torchopt.py")
+    assert 'chain(bucketize("25MiB"), all_to_all_avg()) on 2 ranks, TorchOpt' in output
+    first, last = map(float, re.findall(r"from (\S+) to (\S+) in 30 steps", output)[0])
+    assert 0 < last < first / 2
+    assert float(re.findall(r"samples and torch\.optim: (\S+)", output)[0]) <= 1e-9
+
+
+def test_token_weights():
+    output = run(*TORCHRUN, EXAMPLES / "token_weights.py", GLOO_SOCKET_IFNAME="lo", OMP_NUM_THREADS="1")
+    assert "weights 1 and 3, gradients 1 and 5: both ranks get 4.0" in output
+    assert float(re.findall(r"one process on all tokens: (\S+)", output)[0]) <= 1e-5
+    assert float(re.findall(r"a mean of the ranks' means: +(\S+)", output)[0]) > 0.01  # so that weights matter here
+    assert "sent in each step: 816 bytes" in output  # 12 * 8 + 8 * 12 + 12 numbers of 4 bytes: half of them twice
+
+
+def test_lightning_ddp():
+    pytest.importorskip("lightning")
+    # Lightning 2.6 uses a class of torch's pytrees that 2.13 deprecates.
+    output = run(
+        EXAMPLES / "lightning_ddp.py",
+        GLOO_SOCKET_IFNAME="lo",
+        PYTHONWARNINGS="error,ignore:`isinstance(treespec",
+    )
+    assert 'chain(bucketize("25MiB"), ring_reduce(), clip_by_global_norm(1.0)) under Lightning on 2 ranks' in output
+    assert float(re.findall(r"one process on all samples: (\S+)", output)[0]) <= 1e-5
+    # 4 numbers of 4 bytes, half of them twice, in 12 steps; a ddp_comm_hook is never called on CPU, as the docs say.
+    assert "bytes sent by the pipeline: with the callback 192, with ddp_comm_hook 0" in output
+
+
 def test_batch_isend_irecv():
     output = run(EXAMPLES / "batch_isend_irecv.py")
     assert "5 simulated ranks end with the same bits" in output

@@ -18,6 +18,7 @@ from test_ddp import (
     CLIPPED,
     FUSE,
     MOMENTUM,
+    RESIDUALS,
     RING,
     TIMEOUT,
     Boom,
@@ -390,6 +391,32 @@ def parameters_are_averaged_in_place(rank: int, n: int, donate: bool) -> None:
     right({name: p.detach() for name, p in net.named_parameters()}, RING, raw, "average")
     assert before == {name: (id(p), p.data_ptr(), p.requires_grad) for name, p in net.named_parameters()}
     assert not net.frozen.requires_grad
+
+
+@check()
+def parameters_are_averaged_by_every_consensus_pipeline(rank: int, n: int) -> None:
+    rows = [row for row in PIPELINES if row.pipeline.consensus and row.ranks <= n]
+    for part in ("compress", "bucketize", "ring_reduce", "all_to_all_avg", "all_gather_avg", "all_reduce", "clip"):
+        assert any(part in row.id for row in rows), f"the table has lost {part}"
+    for row, donate in zip(rows, itertools.cycle((False, True)), strict=False):
+        params = {name: p.detach() + batch(40, rank, *p.shape) for name, p in parameters(0).items()}
+        raw = {name: p.clone() for name, p in params.items()}
+        before = {name: (p.data_ptr(), p.stride()) for name, p in params.items()}
+        assert pc.sync_params(row.pipeline, params, donate=donate) == {}
+        right(params, row, raw, row.id)
+        assert before == {name: (p.data_ptr(), p.stride()) for name, p in params.items()}, f"{row.id}: not in place"
+        for other in everyone(params):
+            same(other, params, f"{row.id}: replicas")
+
+
+@check()
+def what_int8_drops_of_parameters_is_booked(rank: int, n: int) -> None:
+    params = {"w": batch(41, rank, 300)}
+    total = torch.stack([other["w"].double() for other in everyone(params)]).sum(0)
+    state = pc.sync_params(RESIDUALS.pipeline, params)
+    kept_back = torch.stack(everyone(state["error_feedback"]["residual"]["w"].double())).sum(0)
+    assert float(kept_back.abs().max()) > 1e-3, "int8 drops something of these"
+    assert float((n * params["w"].double() + kept_back - total).abs().max()) <= 1e-5
 
 
 @check()
