@@ -137,7 +137,7 @@ def _no_reducer(stage: Transform, stages: Sequence[Pipeline | Transform]) -> Pip
         (i for i, other in reversed(list(enumerate(others))) if isinstance(other, Pipeline) and other.communicates),
         None,
     )
-    fixed = [*others[:last], stage, *others[last:]] if last is not None else [*stages, "ring_reduce()"]
+    fixed = [*others[:last], stage, *others[last:]] if last is not None else [*stages, stage.example_reducer()]
     return PipelineError(
         f"{stage!r} has no reducer after it in chain({written}); write chain({', '.join(map(str, fixed))})"
     )
