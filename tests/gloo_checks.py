@@ -380,6 +380,35 @@ def both_dims_of_a_mesh(rank: int, n: int) -> None:
 
 
 @check(4)
+def compression_between_the_parts_of_a_mesh(rank: int, n: int) -> None:
+    axes = {"node": 2, "local": 2}
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("node", "local"))
+    stochastic, feedback = pc.codecs.int8(stochastic=True), pc.error_feedback()
+    for pipeline in (
+        pc.chain(feedback, pc.bucketize(64), pc.shard("local"), pc.compress("int8"), pc.ring_reduce(axis="node")),
+        pc.chain(feedback, pc.compress(stochastic), pc.shard("node"), pc.all_to_all_avg(axis="local")),
+        pc.chain(feedback, pc.compress("bf16"), pc.shard("local"), pc.compress("sign"), pc.ring_reduce(axis="node")),
+    ):
+        state, states = pipeline.init(make("mixed", rank)), None
+        for step in range(3):
+            trees = [make("mixed", r + n * step) for r in range(n)]
+            simulation = pc.simulate(pipeline, trees, states, axes=axes)
+            with pc.traffic() as sent:
+                tree, state = pipeline.update(trees[rank], state, group=mesh)
+            states = simulation.states
+            equal(tree, simulation.trees[rank], f"{pipeline!r}, step {step}")
+            equal(state["error_feedback"], states[rank]["error_feedback"], f"{pipeline!r}, state of step {step}")
+            for count in ("bytes", "messages", "rounds", "agreement_bytes"):
+                want = getattr(simulation, count)[rank]
+                expect(getattr(sent, count) == want, f"{pipeline!r}: {getattr(sent, count)} {count}, simulated {want}")
+    with raising(pc.PipelineError, "shard", "'lokal'", "'node', 'local'"):
+        pc.chain(pc.shard("lokal"), pc.ring_reduce(axis="node"))(torch.ones(2), group=mesh)
+    with raising(pc.PipelineError, 'shard("local")', "one dim", "init_device_mesh"):
+        pc.chain(pc.shard("local"), pc.ring_reduce(axis="node"))(torch.ones(2))
+    works(n)
+
+
+@check(4)
 def a_mesh_wants_an_axis(rank: int, n: int) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("node", "local"))
     for _ in range(3):

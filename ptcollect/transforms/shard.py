@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ptcollect.averaging import finish_mean, partial_scale, split_evenly
-from ptcollect.chain import Chain
+from ptcollect.chain import Chain, moved_out
 from ptcollect.comm import Comm
 from ptcollect.dtypes import flat_copy, flat_numel, flat_view, fresh_copy, from_flat, overwrite, real_dtype
 from ptcollect.errors import PipelineError
@@ -84,11 +84,9 @@ class Shard(Transform):
     def check(self, inner: Pipeline) -> None:
         for stage in inner.walk():
             if isinstance(stage, Wrapped) and (stage.transform.stateful or not stage.transform.works_in_buckets):
-                self._refuse(stage.transform, f"write chain({stage.transform!r}, {self!r}, {self.example_reducer()})")
+                self._refuse(stage.transform, inner)
             elif not isinstance(stage, (Reducer, Wrapped, Chain)):
-                instead = f"give each pipeline in it a {self!r} of its own"
-                first = f"write chain({stage!r}, {self!r}, {self.example_reducer()}), or put it after the reducer"
-                self._refuse(stage, instead if stage.communicates else first)
+                self._refuse(stage, inner)
             elif isinstance(stage, Reducer) and not stage.factory.averages:
                 raise PipelineError(
                     f"{stage!r} inside {self!r}: it gives no mean or sum to every rank, so parts of the result would "
@@ -113,7 +111,9 @@ class Shard(Transform):
                 f"{self.example_reducer()})"
             )
 
-    def _refuse(self, stage: Pipeline | Transform, fix: str) -> None:
+    def _refuse(self, stage: Pipeline | Transform, inner: Pipeline) -> None:
+        of_several = isinstance(stage, Pipeline) and stage.communicates
+        fix = f"give each pipeline in it a {self!r}" if of_several else f"write {moved_out(stage, self, inner)}"
         raise PipelineError(
             f"{stage!r} inside {self!r} would see flat parts of leaves, other ones on every rank, and do something "
             f"else; {fix}"
@@ -157,12 +157,15 @@ class Shard(Transform):
         start, stop = chunks[rank]
         others = [peer for peer in range(n) if peer != rank]
 
-        parts = [local.encode(x[a:b], at=a) for a, b in chunks]
-        received = await local.exchange(
+        # Codecs that draw at random draw apart on all ranks of the mesh here, and alike on N of them at the end.
+        mesh = ", ".join(str(place.rank) for place in comm.axes.values())
+        first = local.replace(scope=f"{comm.scope}rank ({mesh}) of ")
+        parts = [first.encode(x[a:b], at=a) for a, b in chunks]
+        received = await first.exchange(
             send={peer: parts[peer] for peer in others}, recv=dict.fromkeys(others, stop - start)
         )
         scale = partial_scale(local.dtype, n) if mean else 1.0
-        mine = sum_in_rank_order({**received, rank: parts[rank]}, local, scale=scale)
+        mine = sum_in_rank_order({**received, rank: parts[rank]}, first, scale=scale)
         if mean and floating:
             finish_mean(mine, n)
         elif mean:
