@@ -165,6 +165,30 @@ def test_sums_on_a_mesh_keep_the_books_too(level):
     books.check(states, gradients(0, 0))
 
 
+@pytest.mark.parametrize(
+    ("stages", "groups"),
+    [
+        ((pc.compress(C.int8()), pc.ring_reduce(op="sum", axis="node")), [(0, 2), (1, 3), (4, 6), (5, 7)]),
+        (
+            (pc.shard("local"), pc.compress(C.int8()), pc.ring_reduce(op="sum", axis="node")),
+            [(0, 1, 2, 3), (4, 5, 6, 7)],
+        ),
+    ],
+    ids=["one dim", "two dims"],
+)
+def test_sums_over_some_dims_of_a_mesh_keep_the_books_of_each_group(stages, groups):
+    # What a bf16 result cannot hold is booked once in each group, not once on the mesh.
+    pipeline = pc.chain(pc.error_feedback(), *stages)
+    trees = [gradients(rank, 0) for rank in range(8)]
+    states = [pipeline.init(tree) for tree in trees]
+    ran = pc.simulate(pipeline, trees, states, axes={"pod": 2, "node": 2, "local": 2})
+    for group in groups:
+        n, first, books = len(group), group[0], Books(len(group))
+        mean = {path: leaf.double() / n for path, leaf in ran.trees[first].items() if path != "steps"}
+        books.step([trees[rank] for rank in group], [states[rank] for rank in group], [mean])
+        books.check([ran.states[rank] for rank in group], gradients(0, 0))
+
+
 # Sums instead of means ----------------------------------------------------------------------------------------------
 
 

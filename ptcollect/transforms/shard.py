@@ -92,7 +92,7 @@ class Shard(Transform):
                     f"{stage!r} inside {self!r}: it gives no mean or sum to every rank, so parts of the result would "
                     f"mean different things; write chain({self!r}, {self.example_reducer()})"
                 )
-        for text, axis in _axes(inner):
+        for text, axis in dims_of(inner):
             if axis is None:
                 raise PipelineError(
                     f"{text} inside {self!r} names no dim of the mesh, which has two at least; name the one to reduce "
@@ -150,7 +150,7 @@ class Shard(Transform):
     async def _reduce(self, inner: Pipeline, leaf: Tensor, local: Comm, comm: Comm) -> Tensor:
         path, n, rank = local.leaf, local.size, local.rank
         mean, floating = _averages(inner), local.dtype.is_floating_point
-        ranks_inside = math.prod(comm.axes[axis].size for axis in {axis for _, axis in _axes(inner)})
+        ranks_inside = math.prod(comm.axes[axis].size for axis in {axis for _, axis in dims_of(inner)})
         view = flat_view(leaf) if comm.owned else None
         x = view if view is not None and view.dtype == local.dtype else flat_copy(leaf, local.dtype)
         chunks = split_evenly(x.numel(), n)
@@ -210,7 +210,7 @@ class Shard(Transform):
         return comm.on_axis(self.axis, self.name)
 
 
-def _axes(inner: Pipeline) -> Iterator[tuple[str, str | None]]:
+def dims_of(inner: Pipeline) -> Iterator[tuple[str, str | None]]:
     """The stages that send, as text, and the mesh dim that each of them sends along."""
     for stage in inner.walk():
         if isinstance(stage, Reducer):
