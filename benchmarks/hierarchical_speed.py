@@ -93,9 +93,9 @@ def on_rank(rounds: int, out: Path) -> None:
     dist.destroy_process_group()
 
 
-def measure(rate: str, rounds: int) -> list[Row]:
+def measure(rate: str, tcp: str | None, rounds: int) -> list[Row]:
     """Run the contenders on the network and compare with what their bytes predict."""
-    with tempfile.TemporaryDirectory() as folder, netlab.node_network(NODES, LOCAL, rate) as net:
+    with tempfile.TemporaryDirectory() as folder, netlab.node_network(NODES, LOCAL, rate, tcp) as net:
         out = Path(folder) / "seconds.json"
         net.run([sys.executable, __file__, "--repeats", str(rounds), "--on-rank", str(out)], TIMEOUT_SECONDS)
         seconds: list[list[float]] = json.loads(out.read_text())
@@ -156,6 +156,9 @@ def main() -> None:
     """Measure and print one table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rate", default="100mbit", help="a node's uplink, as tc writes it (default 100mbit)")
+    parser.add_argument(
+        "--tcp", choices=("reno", "bbr", "cubic", "machine"), default="reno", help="congestion control (default reno)"
+    )
     parser.add_argument("--repeats", type=int, default=7, help="rounds after the warm-up (default 7)")
     parser.add_argument("--json", type=Path, help="also write the rows and all samples here")
     parser.add_argument("--markdown", action="store_true", help="print the table as Markdown")
@@ -166,7 +169,7 @@ def main() -> None:
         return
     netlab.exit_on_sigterm()
     try:
-        rows = measure(args.rate, args.repeats)
+        rows = measure(args.rate, None if args.tcp == "machine" else args.tcp, args.repeats)
     except netlab.NetlabError as error:
         sys.exit(f"hierarchical_speed: {error}")
     except KeyboardInterrupt:

@@ -104,10 +104,11 @@ def shaped_network(n: int, rate: str | None) -> Iterator[Network]:
 
 
 @contextmanager
-def node_network(nodes: int, ranks_per_node: int, rate: str) -> Iterator[Network]:
+def node_network(nodes: int, ranks_per_node: int, rate: str, tcp: str | None = None) -> Iterator[Network]:
     """Nodes whose ranks share one uplink, limited to `rate` in both directions; within a node nothing is limited.
 
-    Ranks are numbered node by node. The ranks of a node are joined by a bridge, and the bridges by another one.
+    Ranks are numbered node by node. The ranks of a node are joined by a bridge, and the bridges by another one. `tcp`
+    names the congestion control of the ranks' connections; None: the machine's own.
     """
     _require_root_and_tools()
     with ExitStack() as namespaces:
@@ -121,6 +122,8 @@ def node_network(nodes: int, ranks_per_node: int, rate: str) -> Iterator[Network
             for _ in range(ranks_per_node):
                 ranks.append(namespaces.enter_context(_namespace()))
                 _plug_in(switch, ranks[-1], len(ranks) - 1)
+                if tcp is not None:
+                    _run(*_inside(ranks[-1]), "sh", "-c", f"echo {tcp} > /proc/sys/net/ipv4/tcp_congestion_control")
         yield Network(prefixes=tuple(map(_inside, ranks)), interface="eth0", address=_address(0), port=29500)
 
 

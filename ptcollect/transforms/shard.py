@@ -27,17 +27,17 @@ def shard(axis: str) -> Transform:
 
     .. math:: y = \frac{1}{L N} \sum_{j=0}^{N-1} \sum_{l=0}^{L-1} x_{j,l}
 
-    with L ranks on `axis` and N on the dims of the reducers inside. With ``"local"`` the ranks of a node, each of them
-    sends only 1/L of the tensor to other nodes. A leaf is cut into L parts. Round 1: part l of every rank goes to rank
-    l, which adds the L parts up in rank order. The pipeline inside takes the mean of that over the other dims. Last
-    round: every rank sends its part of the result to the others. Both are direct exchanges, one round with L-1 messages
-    each, so the bits depend on packing no more than those of the pipeline inside do. Each of the two rounds sends
-    (L-1)/L of the tensor along `axis`; a leaf with fewer than L numbers is filled up with zeros to L.
+    with L ranks on `axis` and N on the dims of the reducers inside. Where the L ranks of ``"local"`` are those of a
+    node, each of them sends only 1/L of the tensor to other nodes. A leaf is cut into L parts. First round: part l of
+    every rank goes to rank l, which adds them up in rank order. The pipeline inside takes the mean of that over the
+    other dims. Last round: every rank sends its part of the result to the others. Both are direct exchanges of L-1
+    messages, (L-1)/L of the tensor, so the bits depend on packing only where those of the pipeline inside do. A leaf
+    with fewer than L numbers is filled up with zeros to L.
 
-    Sums between the rounds are held in float32 at least, whatever the dtype of the leaf; what travels is in the leaf's
-    own, or packets of the codec: ``compress`` before `shard` applies to both levels, between `shard` and the reducer to
-    the other dims alone, and each may have its own. ``op="sum"`` inside makes the whole a sum. Integer means are
-    rounded once, at the end, from the exact sum; N times that must fit int64.
+    A part is held in float32 at least, whatever the dtype of the leaf; what travels, on either level, is rounded to the
+    leaf's own dtype or encoded by the codec. ``compress`` before `shard` applies to both levels, between `shard` and
+    the reducer to the other dims alone, and there may be one in either place. ``op="sum"`` inside makes the whole a
+    sum. Integer means are rounded once, at the end, from the exact sum; N times that must fit int64, or it wraps.
 
     Args:
         axis: name of the mesh dim whose ranks share the work; the reducers inside name other dims.
@@ -50,9 +50,8 @@ def shard(axis: str) -> Transform:
         PipelineError: when it wraps anything but `compress`, `shard` and reducers that give every rank a mean, or a
             sum, along other dims; when it runs on a group without these dims.
 
-    Source: Rajbhandari et al. 2020, ZeRO: memory optimizations toward training trillion parameter models, section 5.1
-    (the all-reduce as reduce-scatter and all-gather); Jia et al. 2018, Highly scalable deep learning training system
-    with mixed-precision, section 3.3 (hierarchical all-reduce).
+    Source: Cho et al. 2019, BlueConnect: decomposing all-reduce for deep learning on heterogeneous network hierarchy
+    (an all-reduce as one reduce-scatter and one all-gather per level).
 
     >>> import torch, ptcollect as pc
     >>> sync = pc.chain(pc.bucketize(), pc.shard("local"), pc.ring_reduce(axis="node"))
