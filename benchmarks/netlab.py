@@ -93,16 +93,55 @@ def shaped_network(n: int, rate: str | None) -> Iterator[Network]:
         return
     _require_root_and_tools()
     with ExitStack() as namespaces:
-        switch = namespaces.enter_context(_namespace())
+        switch = namespaces.enter_context(_bridge())
         ranks = [namespaces.enter_context(_namespace()) for _ in range(n)]
-        _run(*_inside(switch), "ip", "link", "add", "bridge", "type", "bridge")
-        _run(*_inside(switch), "ip", "link", "set", "bridge", "up")
         for rank, namespace in enumerate(ranks):
             _plug_in(switch, namespace, rank)
             _shape(_inside(namespace), "eth0", rate)
             _shape(_inside(switch), f"port{rank}", rate)
         # The namespaces are new, so any port is free in them.
         yield Network(prefixes=tuple(map(_inside, ranks)), interface="eth0", address=_address(0), port=29500)
+
+
+@contextmanager
+def node_network(nodes: int, ranks_per_node: int, rate: str, tcp: str | None = None) -> Iterator[Network]:
+    """Nodes whose ranks share one uplink, limited to `rate` in both directions; within a node nothing is limited.
+
+    Ranks are numbered node by node. The ranks of a node are joined by a bridge, and the bridges by another one. `tcp`
+    names the congestion control of the ranks' connections; None: the machine's own.
+    """
+    _require_root_and_tools()
+    with ExitStack() as namespaces:
+        core = namespaces.enter_context(_bridge())
+        ranks: list[int] = []
+        for node in range(nodes):
+            switch = namespaces.enter_context(_bridge())
+            _uplink(core, switch, node)
+            _shape(_inside(switch), "uplink", rate)
+            _shape(_inside(core), f"port{node}", rate)
+            for _ in range(ranks_per_node):
+                ranks.append(namespaces.enter_context(_namespace()))
+                _plug_in(switch, ranks[-1], len(ranks) - 1)
+                if tcp is not None:
+                    _run(*_inside(ranks[-1]), "sh", "-c", f"echo {tcp} > /proc/sys/net/ipv4/tcp_congestion_control")
+        yield Network(prefixes=tuple(map(_inside, ranks)), interface="eth0", address=_address(0), port=29500)
+
+
+@contextmanager
+def _bridge() -> Iterator[int]:
+    """A namespace with a bridge in it, which joins what is plugged in."""
+    with _namespace() as switch:
+        _run(*_inside(switch), "ip", "link", "add", "bridge", "type", "bridge")
+        _run(*_inside(switch), "ip", "link", "set", "bridge", "up")
+        yield switch
+
+
+def _uplink(core: int, switch: int, node: int) -> None:
+    """Join a node's bridge to the one between nodes by a veth pair."""
+    port = f"port{node}"
+    _run(*_inside(core), "ip", "link", "add", port, "type", "veth", "peer", "name", "uplink", "netns", str(switch))
+    _run(*_inside(core), "ip", "link", "set", port, "master", "bridge", "up")
+    _run(*_inside(switch), "ip", "link", "set", "uplink", "master", "bridge", "up")
 
 
 def _plug_in(switch: int, namespace: int, rank: int) -> None:

@@ -33,6 +33,7 @@ from ptcollect.transforms.bucketize import bucketize
 from ptcollect.transforms.compress import compress
 from ptcollect.transforms.error_feedback import error_feedback
 from ptcollect.transforms.low_rank import low_rank
+from ptcollect.transforms.shard import shard
 from ptcollect.transforms.skip_nonfinite import skip_nonfinite
 
 __version__ = "0.1.0"
@@ -76,6 +77,7 @@ __all__ = [
     "reshard",
     "ring_reduce",
     "scale",
+    "shard",
     "simulate",
     "skip_nonfinite",
     "state_summary",

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import overload
+from typing import Any, overload
 
 from ptcollect.comm import Comm
 from ptcollect.errors import PipelineError
-from ptcollect.pipeline import Pipeline, Transform, apply_settled
+from ptcollect.pipeline import Pipeline, Transform, Wrapped, apply_settled
 from ptcollect.state import State, joined, part
 from ptcollect.tree import Leaves
 from ptcollect.value import refuse_tree
@@ -155,10 +156,38 @@ def _no_reducer(stage: Transform, stages: Sequence[Pipeline | Transform]) -> Pip
         (i for i, other in reversed(list(enumerate(others))) if isinstance(other, Pipeline) and other.communicates),
         None,
     )
-    fixed = [*others[:last], stage, *others[last:]] if last is not None else [*stages, "ring_reduce()"]
+    end = max(i for i, each in enumerate(stages) if isinstance(each, Transform)) + 1
+    fixed: list[Any] = [*stages[:end], stage.example_reducer(), *stages[end:]]
+    if last is not None:
+        with suppress(PipelineError):  # that reducer may not do
+            moved = [*others[:last], stage, *others[last:]]
+            _compose(moved)
+            fixed = moved
     return PipelineError(
         f"{stage!r} has no reducer after it in chain({written}); write chain({', '.join(map(str, fixed))})"
     )
+
+
+def moved_out(stage: Pipeline | Transform, outer: Transform, inner: Pipeline) -> str:
+    """Code for `outer` around `inner` with `stage` taken out: before `outer`, or at the end if a reducer came first."""
+    stages = list(_written(inner))
+    at = next((i for i, each in enumerate(stages) if each is stage), 0)
+    others = [each for each in stages if each is not stage]
+    late = any(isinstance(each, Pipeline) and each.communicates for each in stages[:at])
+    fixed = [outer, *others, stage] if late else [stage, outer, *others]
+    return f"chain({', '.join(map(repr, fixed))})"
+
+
+def _written(pipeline: Pipeline) -> Iterator[Pipeline | Transform]:
+    """The stages of `pipeline` in the order in which they are written."""
+    if isinstance(pipeline, Chain):
+        for stage in pipeline.stages:
+            yield from _written(stage) if isinstance(stage, Pipeline) else (stage,)
+    elif isinstance(pipeline, Wrapped):
+        yield pipeline.transform
+        yield from _written(pipeline.inner)
+    else:
+        yield pipeline
 
 
 def _not_a_stage(stage: object) -> PipelineError:

@@ -137,6 +137,8 @@ class Comm:
         """What an enclosing `compress` chose; ``None``: each leaf's own dtype travels."""
         self.compressed: torch.dtype | None = None
         """The dtype in which an enclosing `compress` wants this leaf summed natively; ``None``: as it is."""
+        self.wire_dtypes: Mapping[str, torch.dtype] = {}
+        """Path -> the dtype that a leaf's numbers travel in without `compress`, where a stage outside made it wider."""
         self.owned = False
         """Whether the tensors handed down belong to the pipeline, which may then overwrite them."""
         self.incoming: Callable[[Sequence[str], Comm], Awaitable[Leaves]] | None = None
@@ -198,7 +200,7 @@ class Comm:
         """This comm for the reduction of one leaf."""
         total = accumulation_dtype(leaf.dtype, path)
         # Integers travel as the int64 they are summed in, exactly; codecs are for floating numbers.
-        own = Cast(real_dtype(leaf.dtype) if total.is_floating_point else total)
+        own = Cast(self.wire_dtype(path, leaf) if total.is_floating_point else total)
         codec = self.codec if self.codec is not None and total.is_floating_point else own
         if self.residuals is not None and total.is_floating_point:
             self.residuals[path] = torch.zeros(flat_numel(leaf), dtype=total, device=leaf.device)
@@ -210,6 +212,10 @@ class Comm:
             compressed=codec.sum_dtype if codec is self.codec else None,
             _hop=0,
         )
+
+    def wire_dtype(self, path: str, leaf: Tensor) -> torch.dtype:
+        """The dtype in which the numbers of a floating or complex leaf travel without `compress`: its own."""
+        return self.wire_dtypes.get(path, real_dtype(leaf.dtype))
 
     @property
     def rank(self) -> int:

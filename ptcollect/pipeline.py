@@ -261,6 +261,8 @@ class Transform(Value):
     """Whether `error_feedback` refuses to wrap it."""
     streams: ClassVar[bool] = False
     """Whether it asks ``comm.arrived`` for each leaf's value when it needs it; else all must be there before."""
+    sends: ClassVar[bool] = False
+    """Whether it communicates by itself, before and after the pipeline inside, with the codec of its own comm."""
     manages_ownership: ClassVar[bool] = False
     """Whether it minds ``comm.owned``: the pipeline inside may overwrite tensors only where that is set. Where a
     transform does not say so, the pipeline inside always copies."""
@@ -275,6 +277,10 @@ class Transform(Value):
 
     def check(self, inner: Pipeline) -> None:
         """Raise a PipelineError if this transform cannot wrap `inner`."""
+
+    def example_reducer(self) -> str:
+        """A reducer that it can wrap, as code, for messages."""
+        return "ring_reduce()"
 
     def __call__(self, inner: Pipeline) -> Pipeline:
         """Wrap `inner`; ``chain(transform, inner)`` is the readable spelling."""
@@ -295,7 +301,7 @@ class Wrapped(Pipeline):
         if not self.inner.communicates:
             raise PipelineError(
                 f"{self.transform!r} has no reducer to wrap: {self.inner!r} sends nothing; write "
-                f"chain({self.inner!r}, {self.transform!r}, ring_reduce())"
+                f"chain({self.inner!r}, {self.transform!r}, {self.transform.example_reducer()})"
             )
         self.transform.check(self.inner)
 

@@ -153,13 +153,14 @@ def run(
     *,
     first: int = 0,
     make: Any = gradients,
+    axes: Mapping[str, int] | None = None,
 ) -> tuple[list[Any], Books]:
     """Steps `first` to `first + steps` on `n` virtual ranks; all ranks must agree bit for bit, integers be exact."""
     books = Books(n) if books is None else books
     states = [pipeline.init(make(rank, 0)) for rank in range(n)] if states is None else states
     for step in range(first, first + steps):
         trees = [make(rank, step) for rank in range(n)]
-        ran = pc.simulate(pipeline, trees, states)
+        ran = pc.simulate(pipeline, trees, states, axes=axes)
         books.step(trees, states, ran.trees)
         states = ran.states
         for rank in range(1, n):

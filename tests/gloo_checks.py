@@ -104,7 +104,7 @@ def strides(tree: Any) -> list[Any]:
 
 @functools.cache
 def simulated(row: int, tree: str, n: int) -> pc.Simulation:
-    return pc.simulate(PIPELINES[row].pipeline, [make(tree, rank) for rank in range(n)])
+    return PIPELINES[row].simulate([make(tree, rank) for rank in range(n)])
 
 
 def table(n: int) -> Iterator[tuple[int, str]]:
@@ -142,7 +142,7 @@ def the_table_equals_the_simulator(rank: int, n: int) -> None:
         mine = make(tree, rank)
         before = [None if leaf is None else oracle.bits(leaf) for leaf in oracle.leaves(mine)]
         with pc.traffic() as sent:
-            got = PIPELINES[row].pipeline(mine)
+            got = PIPELINES[row].pipeline(mine, group=PIPELINES[row].group(n))
         with complaining(complaints):
             agrees(got, row, tree, rank, n)
         where = f"{PIPELINES[row].id} on tree {tree!r}"
@@ -169,7 +169,7 @@ def donated_trees_give_the_same(rank: int, n: int) -> None:
     for row, tree in table(n):
         if tree not in ("mixed", "strided", "expanded", "complex", "integers", "narrow", "dataclass"):
             continue
-        got = PIPELINES[row].pipeline(make(tree, rank), donate=True)
+        got = PIPELINES[row].pipeline(make(tree, rank), donate=True, group=PIPELINES[row].group(n))
         with complaining(complaints):
             agrees(got, row, tree, rank, n)
     expect(not complaints, f"{len(complaints)} complaints, the first ones:\n" + "\n".join(complaints[:5]))
@@ -182,7 +182,10 @@ def several_in_flight_give_the_same(rank: int, n: int) -> None:
         for first in range(backwards, len(work), 32):
             batch = work[first : first + 16]
             with pc.traffic() as sent:
-                pending = [PIPELINES[row].pipeline.start(make(tree, rank)) for row, tree in batch]
+                pending = [
+                    PIPELINES[row].pipeline.start(make(tree, rank), group=PIPELINES[row].group(n))
+                    for row, tree in batch
+                ]
                 works(n)  # a plain call takes its turn after those started
                 order = list(zip(pending, batch, strict=True))
                 for each, (row, tree) in reversed(order) if backwards else order:
@@ -374,6 +377,35 @@ def both_dims_of_a_mesh(rank: int, n: int) -> None:
     with raising(pc.TreeMismatchError, "'w'", "(1,)", "(2,)", "global rank 3"):
         pc.ring_reduce(axis="local")({"w": torch.ones(2 if rank == 3 else 1)}, group=mesh)
     equal(pc.ring_reduce(axis="node")(torch.ones(2), group=mesh), torch.ones(2), "after the error")
+
+
+@check(4)
+def compression_between_the_parts_of_a_mesh(rank: int, n: int) -> None:
+    axes = {"node": 2, "local": 2}
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("node", "local"))
+    stochastic, feedback = pc.codecs.int8(stochastic=True), pc.error_feedback()
+    for pipeline in (
+        pc.chain(feedback, pc.bucketize(64), pc.shard("local"), pc.compress("int8"), pc.ring_reduce(axis="node")),
+        pc.chain(feedback, pc.compress(stochastic), pc.shard("node"), pc.all_to_all_avg(axis="local")),
+        pc.chain(feedback, pc.compress("bf16"), pc.shard("local"), pc.compress("sign"), pc.ring_reduce(axis="node")),
+    ):
+        state, states = pipeline.init(make("mixed", rank)), None
+        for step in range(3):
+            trees = [make("mixed", r + n * step) for r in range(n)]
+            simulation = pc.simulate(pipeline, trees, states, axes=axes)
+            with pc.traffic() as sent:
+                tree, state = pipeline.update(trees[rank], state, group=mesh)
+            states = simulation.states
+            equal(tree, simulation.trees[rank], f"{pipeline!r}, step {step}")
+            equal(state["error_feedback"], states[rank]["error_feedback"], f"{pipeline!r}, state of step {step}")
+            for count in ("bytes", "messages", "rounds", "agreement_bytes"):
+                want = getattr(simulation, count)[rank]
+                expect(getattr(sent, count) == want, f"{pipeline!r}: {getattr(sent, count)} {count}, simulated {want}")
+    with raising(pc.PipelineError, "shard", "'lokal'", "'node', 'local'"):
+        pc.chain(pc.shard("lokal"), pc.ring_reduce(axis="node"))(torch.ones(2), group=mesh)
+    with raising(pc.PipelineError, 'shard("local")', "one dim", "init_device_mesh"):
+        pc.chain(pc.shard("local"), pc.ring_reduce(axis="node"))(torch.ones(2))
+    works(n)
 
 
 @check(4)
@@ -687,7 +719,7 @@ def batches_pair_up(rank: int, n: int) -> None:
         records = []
         for _ in range(2):
             for row, tree in table(n):
-                if tree in ("mixed", "numel_1", "integers"):
+                if tree in ("mixed", "numel_1", "integers") and not PIPELINES[row].mesh:  # peers by their number
                     time.sleep(0.002 * random.Random(rank).random())
                     PIPELINES[row].pipeline(make(tree, rank))
             records.append(batches)

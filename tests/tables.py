@@ -33,10 +33,44 @@ class Row:
     steps: tuple[oracle.Step, ...]
     ranks: int = 1
     """The smallest world size that it works on."""
+    mesh: Callable[[int], dict[str, int]] | None = None
+    """The dims of the mesh that it needs, with their sizes for a world size; None: it runs on a plain group."""
 
     @property
     def id(self) -> str:
         return repr(self.pipeline)
+
+    def simulate(self, trees: Any) -> pc.Simulation:
+        return pc.simulate(self.pipeline, trees, axes=self.mesh and self.mesh(len(trees)))
+
+    def group(self, n: int) -> Any:
+        """What `n` real ranks pass as ``group=``."""
+        return self.mesh and device_mesh(tuple(self.mesh(n).items()))
+
+
+@functools.cache
+def device_mesh(dims: tuple[tuple[str, int], ...]) -> Any:
+    from torch.distributed.device_mesh import init_device_mesh
+
+    return init_device_mesh("cpu", tuple(size for _, size in dims), mesh_dim_names=tuple(name for name, _ in dims))
+
+
+def wide(n: int) -> dict[str, int]:
+    """Two nodes where there are ranks for them."""
+    nodes = 2 if n > 2 and n % 2 == 0 else 1
+    return {"node": nodes, "local": n // nodes}
+
+
+def tall(n: int) -> dict[str, int]:
+    """Two ranks in a node where that leaves several nodes, and else one."""
+    local = 2 if n > 2 and n % 2 == 0 else 1
+    return {"node": n // local, "local": local}
+
+
+def deep(n: int) -> dict[str, int]:
+    """Three dims; 8 ranks are 2 x 2 x 2."""
+    racks = 2 if n == 8 else 1
+    return {"rack": racks, **tall(n // racks)}
 
 
 def unchanged(tree: Any) -> Any:
@@ -58,6 +92,11 @@ def twice(n: int) -> int:
 
 def once(n: int) -> int:
     return 1
+
+
+def levels(n: int) -> int:
+    """Once within the node, at each hop and as the result between nodes, and once as the result within the node."""
+    return n + 2
 
 
 PIPELINES = (
@@ -91,6 +130,29 @@ PIPELINES = (
     Row(pc.chain(pc.compress("fp16"), pc.broadcast()), (oracle.copy_of(0, FP16),)),
     Row(pc.chain(pc.bucketize(), pc.compress("bf16"), pc.ring_reduce()), (oracle.mean(BF16, hops),)),
     Row(pc.chain(pc.compress("bf16"), pc.bucketize(64), pc.all_to_all_avg()), (oracle.mean(BF16, twice),)),
+    # A mesh: part of each leaf on each rank of one dim.
+    Row(pc.chain(pc.bucketize(), pc.shard("local"), pc.ring_reduce(axis="node")), (oracle.mean(),), mesh=wide),
+    Row(pc.chain(pc.shard("local"), pc.all_to_all_avg(axis="node")), (oracle.mean(),), mesh=tall),
+    Row(
+        pc.chain(pc.bucketize(64), pc.shard("node"), pc.ring_reduce(op="sum", axis="local")),
+        (oracle.total(),),
+        mesh=wide,
+    ),
+    Row(
+        pc.chain(pc.compress("bf16"), pc.shard("local"), pc.ring_reduce(axis="node")),
+        (oracle.mean(BF16, levels),),
+        mesh=wide,
+    ),
+    Row(
+        pc.chain(pc.bucketize(100), pc.shard("local"), pc.compress("fp16"), pc.all_reduce(axis="node")),
+        (oracle.mean(FP16, levels),),
+        mesh=tall,
+    ),
+    Row(
+        pc.chain(pc.bucketize("1KiB"), pc.shard("local"), pc.shard("node"), pc.all_gather_avg(axis="rack")),
+        (oracle.mean(),),
+        mesh=deep,
+    ),
     # Different treatment by path.
     Row(pc.partition({"*": pc.all_to_all_avg()}), (oracle.mean(),)),
     # Maps alone, before and after.

@@ -98,6 +98,97 @@ def test_integers_are_never_off(codec, n, reducer):
         assert n == 1 or any(leaf.any() for state in states for _, leaf in residuals(state))
 
 
+# On a mesh ----------------------------------------------------------------------------------------------------------
+
+MESHES = ((2, 2), (2, 3), (3, 2), (1, 3), (3, 1))
+ON_NODES = (pc.ring_reduce(axis="node"), pc.all_to_all_avg(axis="node"), pc.all_gather_avg(axis="node"))
+LEVELS = {
+    "between nodes": (lambda codec: (pc.shard("local"), pc.compress(codec)), 0),
+    "between nodes, in buckets": (lambda codec: (pc.bucketize(200), pc.shard("local"), pc.compress(codec)), 0),
+    "both levels": (lambda codec: (pc.compress(codec), pc.bucketize(200), pc.shard("local")), 0),
+    "a codec each": (lambda codec: (pc.compress("bf16"), pc.shard("local"), pc.compress(codec)), 0),
+    "low rank": (lambda codec: (pc.low_rank(2), pc.bucketize(), pc.shard("local"), pc.compress(codec)), 2),
+}
+
+
+@pytest.mark.parametrize("reducer", ON_NODES, ids=repr)
+@every_codec
+@pytest.mark.parametrize("level", LEVELS)
+def test_nothing_is_lost_between_parts_of_a_mesh(level, codec, reducer):
+    stages, rank = LEVELS[level]
+    turn = list(LEVELS).index(level) + CODECS.index(codec) + ON_NODES.index(reducer)
+    for nodes, ranks in (MESHES[turn % 5], MESHES[(turn + 2) % 5]):
+        pipeline = pc.chain(pc.error_feedback(), *stages(codec), reducer)
+        n, axes = nodes * ranks, {"node": nodes, "local": ranks}
+        states, books = run(pipeline, n, 3, Books(n, rank), axes=axes)
+        books.check(states, gradients(0, 0))
+        if nodes > 1:
+            assert any(leaf.any() for state in states for _, leaf in residuals(state)), "nothing was lost"
+
+
+def test_nothing_is_lost_on_three_levels():
+    inside = (
+        pc.shard("local"),
+        pc.compress("bf16"),
+        pc.shard("node"),
+        pc.compress("int8"),
+        pc.ring_reduce(axis="rack"),
+    )
+    pipeline = pc.chain(pc.error_feedback(), pc.bucketize(), pc.compress("fp16"), *inside)
+    states, books = run(pipeline, 8, 5, axes={"rack": 2, "node": 2, "local": 2})
+    books.check(states, gradients(0, 0))
+
+
+@pytest.mark.parametrize("reducer", ON_NODES, ids=repr)
+@pytest.mark.parametrize("level", ["between nodes", "both levels"])
+@pytest.mark.parametrize("codec", [C.topk(0.2), C.bf16(), C.fp16()], ids=repr)
+def test_integers_are_never_off_on_a_mesh(level, codec, reducer):
+    stages, _ = LEVELS[level]
+    for nodes, ranks in ((2, 2), (2, 4), (4, 2)):
+        pipeline = pc.chain(pc.error_feedback(), *stages(codec), reducer)
+        states, books = run(pipeline, nodes * ranks, 6, make=integers, axes={"node": nodes, "local": ranks})
+        for path, gap in books.gap(states).items():
+            assert not gap.any(), f"{path}: {gap}"
+
+
+@pytest.mark.parametrize("level", ["between nodes", "both levels"])
+def test_sums_on_a_mesh_keep_the_books_too(level):
+    stages, _ = LEVELS[level]
+    pipeline = pc.chain(pc.error_feedback(), *stages(C.int4()), pc.ring_reduce(op="sum", axis="node"))
+    n, axes = 6, {"node": 3, "local": 2}
+    states, books = [pipeline.init(gradients(r, 0)) for r in range(n)], Books(n)
+    for step in range(5):
+        trees = [gradients(r, step) for r in range(n)]
+        ran = pc.simulate(pipeline, trees, states, axes=axes)
+        books.step(trees, states, [{path: leaf.double() / n for path, leaf in ran.trees[0].items() if path != "steps"}])
+        states = ran.states
+    books.check(states, gradients(0, 0))
+
+
+@pytest.mark.parametrize(
+    ("stages", "groups"),
+    [
+        ((pc.compress(C.int8()), pc.ring_reduce(op="sum", axis="node")), [(0, 2), (1, 3), (4, 6), (5, 7)]),
+        (
+            (pc.shard("local"), pc.compress(C.int8()), pc.ring_reduce(op="sum", axis="node")),
+            [(0, 1, 2, 3), (4, 5, 6, 7)],
+        ),
+    ],
+    ids=["one dim", "two dims"],
+)
+def test_sums_over_some_dims_of_a_mesh_keep_the_books_of_each_group(stages, groups):
+    # What a bf16 result cannot hold is booked once in each group, not once on the mesh.
+    pipeline = pc.chain(pc.error_feedback(), *stages)
+    trees = [gradients(rank, 0) for rank in range(8)]
+    states = [pipeline.init(tree) for tree in trees]
+    ran = pc.simulate(pipeline, trees, states, axes={"pod": 2, "node": 2, "local": 2})
+    for group in groups:
+        n, first, books = len(group), group[0], Books(len(group))
+        mean = {path: leaf.double() / n for path, leaf in ran.trees[first].items() if path != "steps"}
+        books.step([trees[rank] for rank in group], [states[rank] for rank in group], [mean])
+        books.check([ran.states[rank] for rank in group], gradients(0, 0))
+
+
 # Sums instead of means ----------------------------------------------------------------------------------------------
 
 

@@ -27,6 +27,7 @@ import torch.distributed as dist
 from named_checks import TIMEOUT, collector, outcomes
 from tables import PIPELINES, Row
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
@@ -440,11 +441,38 @@ def complex_parameters(rank: int, n: int, view: bool, given: str) -> None:
 def a_parameter_without_dims_in_every_pipeline(rank: int, n: int) -> None:
     # torch's PowerSGD hook ends with an IndexError.
     for row in PIPELINES:
-        if row.pipeline.consensus and row.ranks <= n:
+        if row.pipeline.consensus and row.ranks <= n and not row.mesh:
             train(rank, products(number(), number(3)), row, steps=2)
     for row in (CLIPPED_FIRST, MOMENTUM):
         train(rank, products(number()), row, steps=2)
     train(rank, products(number()), LEAFWISE, steps=2, given="nothing")
+
+
+@check(4)
+def a_mesh_as_the_group_of_the_hook(rank: int, n: int) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("node", "local"))
+    dense = pc.chain(pc.bucketize(64), pc.shard("local"), pc.all_to_all_avg(axis="node"))
+    int8 = pc.chain(
+        pc.error_feedback(), pc.bucketize(64), pc.shard("local"), pc.compress("int8"), pc.ring_reduce(axis="node")
+    )
+    for pipeline in (dense, int8):
+        model = products(number(3, 4), number(7), number())
+        ddp = DistributedDataParallel(copy.deepcopy(model), bucket_cap_mb=CAP)
+        hook = pc.as_ddp_hook(pipeline, ddp, group=mesh)
+        ddp.register_comm_hook(None, hook)
+        states = None
+        for step in range(3):
+            trees = []
+            for each in range(n):
+                alone = copy.deepcopy(model)
+                squares(alone.inputs(step, each))(alone)
+                trees.append({name: p.grad for name, p in alone.named_parameters()})
+            ddp.zero_grad()
+            squares(model.inputs(step, rank))(ddp)
+            want = pc.simulate(pipeline, trees, states, axes={"node": 2, "local": 2})
+            states = want.states if pipeline.stateful else None
+            for name, p in ddp.module.named_parameters():
+                assert torch.equal(p.grad, want.trees[rank][name]), f"{pipeline!r}, step {step}: {name}"
 
 
 SEEN: list[dict[str, Tensor | None]] = []

@@ -63,7 +63,7 @@ class Run:
 def run(row: Row, tree: str, n: int) -> Run:
     inputs = [make(tree, rank) for rank in range(n)]
     before, globals_before = [storages(each) for each in inputs], process_state()
-    result = pc.simulate(row.pipeline, inputs)
+    result = row.simulate(inputs)
     side_effects = [f"{what} changed" for what, value in process_state().items() if value != globals_before[what]]
     for rank, each in enumerate(inputs):
         if storages(each) != before[rank]:
@@ -533,7 +533,7 @@ def test_law_10_twice_the_same_bits(row: Row):
     for one in runs(row):
         if one.n not in (3, 5):
             continue
-        again = pc.simulate(row.pipeline, one.inputs)
+        again = row.simulate(one.inputs)
         if not all(oracle.same_bits(a, b) for a, b in zip(one.result.trees, again.trees, strict=True)):
             complaints.append(f"{one}: other bits")
         complaints.extend(

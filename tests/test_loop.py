@@ -122,10 +122,10 @@ def every_pipeline_of_the_table(rank: int, n: int) -> None:
         if row.ranks <= n:
             params = parameters(rank)
             raw, before = gradients(params), places(params)
-            pc.sync_grads(row.pipeline, params, donate=donate)
+            pc.sync_grads(row.pipeline, params, donate=donate, group=row.group(n))
             right(gradients(params), row, raw, row.id)
             assert places(params) == before, f"{row.id}: not the same tensors"
-            expected = pc.simulate(row.pipeline, everyone(raw)).trees[rank]
+            expected = row.simulate(everyone(raw)).trees[rank]
             if "all_reduce" not in row.id:  # to rounding only
                 same(gradients(params), expected, f"{row.id} and the simulator")
 

@@ -55,8 +55,12 @@ async def all_to_all_avg(x: Tensor, comm: Comm) -> Tensor:
 def mean_in_rank_order(packets: dict[int, Packet], comm: Comm) -> Tensor:
     """The mean of what all ranks sent, added up from rank 0 to n-1 in the accumulation dtype."""
     n = len(packets)
-    scale = partial_scale(comm.dtype, n)
+    return finish_mean(sum_in_rank_order(packets, comm, scale=partial_scale(comm.dtype, n)), n)
+
+
+def sum_in_rank_order(packets: dict[int, Packet], comm: Comm, *, scale: float = 1.0) -> Tensor:
+    """`scale`, a power of two, times the sum of what all ranks sent, added up from rank 0 to n-1 in fresh storage."""
     total = comm.decode(packets[0]).clone()
-    for rank in range(1, n):
+    for rank in range(1, len(packets)):
         comm.accumulate(packets[rank], total, keep=scale if rank == 1 else 1.0, alpha=scale)
-    return finish_mean(total, n)
+    return total

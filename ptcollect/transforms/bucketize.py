@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ptcollect.chain import Chain
+from ptcollect.chain import Chain, moved_out
 from ptcollect.comm import Comm
 from ptcollect.dtypes import accumulation_dtype, flat_view, fresh_copy, joined_flat, overwrite, split_flat
 from ptcollect.errors import PipelineError
@@ -81,16 +81,8 @@ class Bucketize(Transform):
                 self._refuse(stage, inner)
 
     def _refuse(self, stage: Pipeline | Transform, inner: Pipeline) -> None:
-        stages = list(getattr(inner, "stages", (inner,)))
-        if isinstance(inner, Wrapped):
-            stages = [inner.transform, inner.inner]
-        others = [other for other in stages if other is not stage]
-        if isinstance(stage, Bucketize):
-            fix = f"keep one: chain({', '.join(map(repr, [self, *others]))})"
-        elif stages.index(stage) > 0 and isinstance(stages[0], Pipeline) and stages[0].communicates:
-            fix = f"write chain({', '.join(map(repr, [self, *others, stage]))})"
-        else:
-            fix = f"write chain({', '.join(map(repr, [stage, self, *others]))})"
+        moved = moved_out(stage, self, inner)
+        fix = f"keep one: {moved.replace(f'{stage!r}, ', '', 1)}" if isinstance(stage, Bucketize) else f"write {moved}"
         raise PipelineError(
             f"{stage!r} inside {self!r}: buckets are flat and have no paths, so it would do something else; {fix}"
         )

@@ -72,17 +72,25 @@ class Compress(Transform):
         return f'"{value.name}"' if plain else repr(value)
 
     def check(self, inner: Pipeline) -> None:
-        for stage in inner.walk():
-            if isinstance(stage, Wrapped) and isinstance(stage.transform, Compress):
+        self._check(inner, used=False)
+
+    def _check(self, stage: Pipeline, *, used: bool) -> None:
+        """Look at the stages that get this codec; `used`: one that sends has already been met on the way in."""
+        if isinstance(stage, Wrapped) and isinstance(stage.transform, Compress):
+            if not used:
                 raise PipelineError(
                     f"{self!r} around {stage.transform!r} with nothing communicating between: only the inner one "
                     f"would travel; keep one: chain({stage.transform!r}, {stage.inner!r})"
                 )
-            if isinstance(stage, Reducer) and stage.factory.native and self.codec.sum_dtype is None:
-                raise PipelineError(
-                    f"{self!r} into {stage!r}: a native all-reduce adds up what travels, and these packets are not "
-                    f"numbers; write chain({self!r}, ring_reduce()) or chain({self!r}, all_to_all_avg())"
-                )
+            return  # from here on that one's codec travels
+        if isinstance(stage, Reducer) and stage.factory.native and self.codec.sum_dtype is None:
+            raise PipelineError(
+                f"{self!r} into {stage!r}: a native all-reduce adds up what travels, and these packets are not "
+                f"numbers; write chain({self!r}, ring_reduce()) or chain({self!r}, all_to_all_avg())"
+            )
+        used = used or (isinstance(stage, Wrapped) and stage.transform.sends)
+        for child in stage.children():
+            self._check(child, used=used)
 
     async def update(self, inner: Pipeline, tree: Leaves, state: State, comm: Comm) -> tuple[Leaves, State]:
         out, inner_state = await apply_settled(inner, tree, state["inner"], comm.replace(codec=self.codec))

@@ -15,6 +15,7 @@ from ptcollect.errors import PipelineError
 from ptcollect.pipeline import Pipeline, Transform, Wrapped, apply_settled
 from ptcollect.reducers.reducer import Reducer
 from ptcollect.state import State
+from ptcollect.transforms.shard import dims_of
 from ptcollect.tree import Leaves
 
 
@@ -118,7 +119,7 @@ class ErrorFeedback(Transform):
         result: Leaves = {}
         # What a narrow result cannot hold is one share of every rank's in a mean, and one rank's alone in a sum.
         sums = any(isinstance(stage, Reducer) and not stage.averages for stage in inner.walk())
-        books_results = not sums or all(axis.rank == 0 for axis in comm.axes.values())
+        books_results = not sums or all(comm.on_axis(dim, self.name).rank == 0 for _, dim in dims_of(inner))
         for path, leaf in tree.items():
             result[path] = restrided(out[path].to(leaf.dtype), leaf)
             if path in residual:
