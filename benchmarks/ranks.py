@@ -61,7 +61,7 @@ class Carried:
         return result  # type: ignore[no-any-return]
 
     def kept_back(self, tree: Tree) -> list[torch.Tensor]:
-        """What error feedback keeps for the next step, as the mean over the ranks: for each leaf of `tree`, in order."""
+        """What error feedback keeps for the next step, as the mean over the ranks, for the leaves of `tree`."""
         residual = pc.ring_reduce()(self.state["error_feedback"]["residual"])
         return [residual[path] for path in paths(tree)]
 
