@@ -21,14 +21,14 @@ def pack(codes: Tensor, bits: int) -> Tensor:
     return (codes.view(parts, -1) * _places(bits, codes.device)).sum(0, dtype=torch.int8).view(torch.uint8)
 
 
-def pack_marks(marks: Tensor) -> Tensor:
-    """A flat floating tensor of zeros and ones, packed as `pack` does with 1 bit."""
+def pack_marks(marks: Tensor, place: Tensor) -> None:
+    """A flat floating tensor of zeros and ones, packed into the bytes of `place` as `pack` does with 1 bit."""
     short = -marks.numel() % 8
     if short:
         marks = torch.nn.functional.pad(marks, (0, short))
     places = _mark_places(marks.dtype, marks.device)
-    # Exact: whole numbers from -128 to 127. To int8, since conversions to uint8 are not vectorised.
-    return torch.mm(places, marks.view(8, -1)).view(-1).to(torch.int8).view(torch.uint8)
+    # Exact: whole numbers from -128 to 127. As int8, since conversions to uint8 are not vectorised.
+    place.view(torch.int8).copy_(torch.mm(places, marks.view(8, -1)).view(-1))
 
 
 def unpack(packed: Tensor, bits: int, numel: int) -> Tensor:

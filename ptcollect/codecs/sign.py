@@ -56,14 +56,16 @@ class _Sign(Codec):
             return packet
         parts = torch.split(x, self.block)
         scales, codes = packet.tensor_split([4 * len(parts)])
-        means = []
-        room = torch.empty_like(parts[0])
-        for part, place in zip(parts, torch.split(codes, self.block // 8), strict=True):
-            scratch = torch.abs(part, out=room[: part.numel()])
-            means.append(total(scratch) / part.numel())
+        whole = torch.empty_like(parts[0])
+        rooms = [whole] * (len(parts) - 1) + [whole[: parts[-1].numel()]]
+        sums = []
+        for part, room, place in zip(parts, rooms, torch.split(codes, self.block // 8), strict=True):
+            sums.append(total(torch.abs(part, out=room)))
             # Comparisons into a float tensor are vectorised; into a bool tensor they are not.
-            place.copy_(pack_marks(torch.ge(part, 0, out=scratch)))
-        mean = torch.stack(means)
+            pack_marks(torch.ge(part, 0, out=room), place)
+        mean = torch.stack(sums)
+        mean[:-1] /= self.block
+        mean[-1] /= parts[-1].numel()
         if not bool(torch.isfinite(mean).all()):
             mean = torch.stack([mean_magnitude(part.abs()) for part in parts])  # some sum may have overflowed
         scales.view(torch.float32).copy_(mean)
