@@ -113,8 +113,8 @@ def compression(settings: Settings) -> list[Measured]:
         "int4_direct": pc.chain(feedback, pc.bucketize("4MiB"), int4, pc.all_to_all_avg()),
         "low_rank": pc.chain(feedback, pc.low_rank(4), pc.bucketize(), pc.ring_reduce()),
         "low_rank_direct": pc.chain(feedback, pc.low_rank(4), pc.bucketize(), pc.all_to_all_avg()),
-        "topk": pc.chain(feedback, pc.bucketize("4MiB"), top, pc.all_to_all_avg()),
-        "topk_gather": pc.chain(feedback, pc.bucketize("4MiB"), top, pc.all_gather_avg()),
+        "topk": pc.chain(feedback, pc.bucketize("4MiB"), top, pc.all_gather_avg()),
+        "topk_direct": pc.chain(feedback, pc.bucketize("4MiB"), top, pc.all_to_all_avg()),
         "topk_ring": pc.chain(feedback, pc.bucketize("4MiB"), top, pc.ring_reduce()),
     }
     contenders = [Contender("flat", "cat, dist.all_reduce, divide, unflatten (baseline)", flat_all_reduce)]
