@@ -1,6 +1,6 @@
 """What every rank of `sync_speed.py` runs: check that the contenders agree, then time or weigh them in turn.
 
-    python ranks.py {dense,small,tuning,memory} --rounds 7 --out result.json
+    python ranks.py {dense,small,compression,tuning,memory} --rounds 7 --out result.json
 
 Needs the environment that `netlab.py` gives. Rank 0 writes a list of `Measured` as JSON.
 """
@@ -47,7 +47,23 @@ class Contender:
     run: Callable[[Any], Any]
     prepare: Callable[[Tree], Any] = lambda tree: tree
     tolerance: float | None = LOSSLESS
-    bytes_kept: float = 1.0  # what travels, as a share of the uncompressed bytes
+
+
+class Carried:
+    """A pipeline with state, called like a function: each call goes on from the state that the last one left."""
+
+    def __init__(self, pipeline: pc.Pipeline, like: Tree) -> None:
+        self.pipeline = pipeline
+        self.state = pipeline.init(like)
+
+    def __call__(self, tree: Tree) -> Tree:
+        result, self.state = self.pipeline.update(tree, self.state)
+        return result  # type: ignore[no-any-return]
+
+    def kept_back(self, tree: Tree) -> list[torch.Tensor]:
+        """What error feedback keeps for the next step, as the mean over the ranks, for the leaves of `tree`."""
+        residual = pc.ring_reduce()(self.state["error_feedback"]["residual"])
+        return [residual[path] for path in paths(tree)]
 
 
 @dataclass(frozen=True)
@@ -69,7 +85,7 @@ def dense(settings: Settings) -> list[Measured]:
     contenders = [
         Contender("flat", "cat, dist.all_reduce, divide, unflatten (baseline)", flat_all_reduce),
         Contender("ring", "bucketize, ring_reduce", pc.chain(pc.bucketize(), pc.ring_reduce())),
-        Contender("ring_bf16", "bucketize, compress bf16, ring_reduce", bf16, tolerance=BF16, bytes_kept=0.5),
+        Contender("ring_bf16", "bucketize, compress bf16, ring_reduce", bf16, tolerance=BF16),
         Contender("all_to_all", "bucketize, all_to_all_avg", pc.chain(pc.bucketize(), pc.all_to_all_avg())),
     ]
     return compare(contenders, gradients(transformer(blocks=6)), settings.rounds, calls=1)
@@ -83,6 +99,27 @@ def small(settings: Settings) -> list[Measured]:
         Contender("all_to_all", "bucketize, all_to_all_avg", pc.chain(pc.bucketize(), pc.all_to_all_avg())),
     ]
     return compare(contenders, gradients({f"leaf{i}": (256,) for i in range(200)}), settings.rounds, calls=10)
+
+
+def compression(settings: Settings) -> list[Measured]:
+    """The dense tree through error feedback and compression, with the state carried from call to call."""
+    tree = gradients(transformer(blocks=6))
+    feedback, codecs = pc.error_feedback(), pc.codecs
+    int8, int4, top = pc.compress("int8"), pc.compress("int4"), pc.compress(codecs.topk(0.01))
+    pipelines = {
+        "int8": pc.chain(feedback, pc.bucketize("4MiB"), int8, pc.ring_reduce()),
+        "int8_direct": pc.chain(feedback, pc.bucketize("4MiB"), int8, pc.all_to_all_avg()),
+        "int4": pc.chain(feedback, pc.bucketize("4MiB"), int4, pc.ring_reduce()),
+        "int4_direct": pc.chain(feedback, pc.bucketize("4MiB"), int4, pc.all_to_all_avg()),
+        "low_rank": pc.chain(feedback, pc.low_rank(4), pc.bucketize(), pc.ring_reduce()),
+        "low_rank_direct": pc.chain(feedback, pc.low_rank(4), pc.bucketize(), pc.all_to_all_avg()),
+        "topk": pc.chain(feedback, pc.bucketize("4MiB"), top, pc.all_gather_avg()),
+        "topk_direct": pc.chain(feedback, pc.bucketize("4MiB"), top, pc.all_to_all_avg()),
+        "topk_ring": pc.chain(feedback, pc.bucketize("4MiB"), top, pc.ring_reduce()),
+    }
+    contenders = [Contender("flat", "cat, dist.all_reduce, divide, unflatten (baseline)", flat_all_reduce)]
+    contenders += [Contender(key, repr(pipe), Carried(pipe, tree)) for key, pipe in pipelines.items()]
+    return compare(contenders, tree, settings.rounds, calls=1)
 
 
 def tuning(settings: Settings) -> list[Measured]:
@@ -111,7 +148,7 @@ def memory(settings: Settings) -> list[Measured]:
     return measured
 
 
-SCENARIOS = {"dense": dense, "small": small, "tuning": tuning, "memory": memory}
+SCENARIOS = {"dense": dense, "small": small, "compression": compression, "tuning": tuning, "memory": memory}
 
 
 # Trees --------------------------------------------------------------------------------------------------------------
@@ -154,6 +191,12 @@ def leaves(tree: Any) -> list[Any]:
     return [leaf for child in tree.values() for leaf in leaves(child)] if isinstance(tree, dict) else [tree]
 
 
+def paths(tree: Tree) -> list[str]:
+    """The dotted paths of the leaves, in the order of `leaves`."""
+    below = {name: paths(child) if isinstance(child, dict) else [""] for name, child in tree.items()}
+    return [f"{name}.{path}".rstrip(".") for name, rest in below.items() for path in rest]
+
+
 def rebuild(tree: Any, values: Iterator[Any]) -> Any:
     """Nested dicts of the same shape with these leaves."""
     return {name: rebuild(child, values) for name, child in tree.items()} if isinstance(tree, dict) else next(values)
@@ -179,28 +222,33 @@ def flat_all_reduce(tree: Tree) -> Tree:
 
 def compare(contenders: Sequence[Contender], tree: Tree, rounds: int, calls: int) -> list[Measured]:
     """Check all contenders against the flat all_reduce, then time them in turn."""
-    for contender in contenders:
-        check(contender, tree)
+    sent = [check(contender, tree) for contender in contenders]
     seconds = time_in_turn(contenders, tree, rounds, calls)
-    n = dist.get_world_size()
-    sent = sum(leaf.nbytes for leaf in leaves(tree)) * 2 * (n - 1) / n
     return [
-        Measured(contender.key, contender.title, samples, sent * contender.bytes_kept)
-        for contender, samples in zip(contenders, seconds, strict=True)
+        Measured(contender.key, contender.title, samples, sent_bytes)
+        for contender, samples, sent_bytes in zip(contenders, seconds, sent, strict=True)
     ]
 
 
-def check(contender: Contender, tree: Tree) -> None:
-    """Raise if a contender's result is further from the flat all_reduce's than its tolerance."""
+def check(contender: Contender, tree: Tree) -> float:
+    """The bytes that a call sends from here; raise if its result, with what it keeps back, is too far from the mean."""
+    with pc.traffic() as traffic:
+        result = contender.run(contender.prepare(tree))
+    n = dist.get_world_size()
+    sent = traffic.bytes or sum(leaf.nbytes for leaf in leaves(tree)) * 2 * (n - 1) / n  # not ours: a dense ring
     if contender.tolerance is None:
-        return
-    expected, got = leaves(flat_all_reduce(tree)), leaves(contender.run(contender.prepare(tree)))
+        return sent
+    expected, got = leaves(flat_all_reduce(tree)), leaves(result)
+    if isinstance(contender.run, Carried):
+        # The first call of this state: nothing is lost, so the mean is what came out and what all ranks keep of it.
+        got = [have + kept for have, kept in zip(got, contender.run.kept_back(tree), strict=True)]
     for index, (want, have) in enumerate(zip(expected, got, strict=True)):
         error = float((have - want).abs().max() / want.abs().max())
         if not error <= contender.tolerance:
             raise RuntimeError(
                 f"{contender.title}: leaf {index} is off by {error:.1e}, allowed are {contender.tolerance:.0e}"
             )
+    return sent
 
 
 def time_in_turn(contenders: Sequence[Contender], tree: Tree, rounds: int, calls: int) -> list[list[float]]:

@@ -44,6 +44,7 @@ GOALS: dict[str, dict[str, float]] = {
     "dense shaped": {"ring": 1.0, "ring_bf16": 0.53},
     "dense loopback": {"ring": 1.15},
     "small loopback": {"ring": 1.5, "all_to_all": 1.5},
+    "compression shaped": {"int8": 0.30, "int4": 0.18, "low_rank": 0.14, "topk": 0.20},
     "import": {"ptcollect": 0.06},  # 50 ms beside the 0.8 to 0.9 s of torch
     "memory": {"donated": 1.1},
 }
@@ -92,6 +93,11 @@ def small(settings: Settings) -> list[Row]:
     return _timed("small", settings)
 
 
+def compression(settings: Settings) -> list[Row]:
+    """The dense tree through error feedback and compression, behind each kind of link."""
+    return _timed("compression", settings)
+
+
 def tuning(settings: Settings) -> list[Row]:
     """The dense tree with other bucket sizes and other numbers of buckets in flight."""
     return _timed("tuning", settings)
@@ -123,8 +129,15 @@ def import_time(settings: Settings) -> list[Row]:
     ]
 
 
-SCENARIOS = {"dense": dense, "small": small, "import": import_time, "memory": memory, "tuning": tuning}
-FIGURES = ["dense", "small", "import", "memory"]
+SCENARIOS = {
+    "dense": dense,
+    "small": small,
+    "compression": compression,
+    "import": import_time,
+    "memory": memory,
+    "tuning": tuning,
+}
+FIGURES = ["dense", "small", "compression", "import", "memory"]
 
 
 def _timed(scenario: str, settings: Settings) -> list[Row]:

@@ -129,6 +129,20 @@ def test_what_the_state_holds(leaf, kept):
     assert not any(leaf.any() for leaf in state["error_feedback"]["residual"].values())
 
 
+@pytest.mark.parametrize("stages", [(), (pc.bucketize(),), (pc.bucketize(4),)], ids=repr)
+def test_residuals_have_storage_of_their_own(stages):
+    # A checkpoint of one residual must not hold a whole bucket, nor must two share memory with it or with the result.
+    grads = [{"a": torch.randn(40, 3), "b": torch.randn(7), "c": torch.randn(3, 40).t()} for _ in range(2)]
+    run = pc.simulate(pc.chain(FEEDBACK, *stages, pc.compress("int8"), pc.ring_reduce()), grads)
+    for tree, result, state in zip(grads, run.trees, run.states, strict=True):
+        residual = state["error_feedback"]["residual"]
+        assert all(leaf.untyped_storage().nbytes() == leaf.nbytes for leaf in residual.values())
+        kept = {leaf.untyped_storage().data_ptr() for leaf in residual.values()}
+        others = {leaf.untyped_storage().data_ptr() for leaf in (*result.values(), *tree.values())}
+        assert len(kept) == 3
+        assert not kept & others
+
+
 def test_a_missing_leaf_keeps_its_residual():
     sync = pc.chain(FEEDBACK, pc.bucketize(), pc.compress("int4"), pc.ring_reduce())
     full = [{"a": torch.tensor([1.0, 0.3 + r]), "b": torch.tensor([2.0, 0.7])} for r in range(2)]

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ptcollect.codecs.bits import pack_marks, unpack
-from ptcollect.codecs.codec import BLOCK, Codec, Key, mean_magnitude
+from ptcollect.codecs.codec import BLOCK, Codec, Key, mean_magnitude, total
 from ptcollect.value import whole_number
 
 
@@ -51,20 +51,24 @@ class _Sign(Codec):
 
     def encode(self, x: Tensor, key: Key) -> Tensor:
         numel = x.numel()
-        blocks = -(-numel // self.block)
         packet = torch.empty(self.wire_bytes(numel), dtype=torch.uint8, device=x.device)
-        scales = []
-        room = torch.empty_like(x[: self.block])
-        for start in range(0, numel, self.block):
-            part = x[start : start + self.block]
-            scratch = torch.abs(part, out=room[: part.numel()])
-            scales.append(mean_magnitude(scratch))
+        if not numel:
+            return packet
+        parts = torch.split(x, self.block)
+        scales, codes = packet.tensor_split([4 * len(parts)])
+        whole = torch.empty_like(parts[0])
+        rooms = [whole] * (len(parts) - 1) + [whole[: parts[-1].numel()]]
+        sums = []
+        for part, room, place in zip(parts, rooms, torch.split(codes, self.block // 8), strict=True):
+            sums.append(total(torch.abs(part, out=room)))
             # Comparisons into a float tensor are vectorised; into a bool tensor they are not.
-            packed = pack_marks(torch.ge(part, 0, out=scratch))
-            place = 4 * blocks + start // 8
-            packet[place : place + packed.numel()] = packed
-        if scales:
-            packet[: 4 * blocks].view(torch.float32).copy_(torch.stack(scales))
+            pack_marks(torch.ge(part, 0, out=room), place)
+        mean = torch.stack(sums)
+        mean[:-1] /= self.block
+        mean[-1] /= parts[-1].numel()
+        if not bool(torch.isfinite(mean).all()):
+            mean = torch.stack([mean_magnitude(part.abs()) for part in parts])  # some sum may have overflowed
+        scales.view(torch.float32).copy_(mean)
         return packet
 
     def decode(self, packet: Tensor, numel: int, dtype: torch.dtype) -> Tensor:

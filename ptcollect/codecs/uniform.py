@@ -120,25 +120,41 @@ class _Scaled(Codec):
     def encode(self, x: Tensor, key: Key) -> Tensor:
         numel = x.numel()
         block = self._width(numel)
+        step = _step(block)
         packet = torch.empty(self.wire_bytes(numel), dtype=torch.uint8, device=x.device)
-        blocks = -(-numel // self.block)
-        scales = packet[: 4 * blocks].view(torch.float32)
-        quantise = self.quantiser(key, x.device)
-        for rows in _groups(numel, block):
-            part = x[rows.start * block : rows.stop * block]
-            padded = _padded(part, block)
-            # In float32: a scale that is smaller than its smallest number becomes 0, and the block with it.
+        if not numel:
+            return packet
+        groups = [_padded(part, block) for part in torch.split(x, step * block)]
+        whole = torch.empty_like(groups[0])
+        rooms = [whole] * (len(groups) - 1) + [whole[: len(groups[-1])]]
+        # All scales first, then all codes: what is done once per block is then done in a few calls in all.
+        largest = x.new_empty(-(-numel // self.block))
+        for group, room, row in zip(groups, rooms, torch.split(largest, step), strict=True):
             # (Not by vector_norm: with dim it takes 50 times as long as abs and amax.)
-            scratch = padded.abs()
-            largest = scratch.amax(1)
-            scale = self._scale(largest)
-            scales[rows.start : rows.stop] = scale
-            divisor = torch.where(scale == 0, torch.inf, scale).to(x.dtype).unsqueeze(1)
-            torch.div(padded, divisor, out=scratch)
-            if bool(((largest < 1e-30) & (largest > 0) | (largest > 1e38)).any()):
-                scratch.clamp_(-self.levels, self.levels)  # scales this small or large are rounded by more than a code
-            self.write(packet[4 * blocks :], rows.start * block, quantise(scratch).view(-1)[: part.numel()])
+            torch.amax(torch.abs(group, out=room), 1, out=row)
+        # In float32: a scale that is smaller than its smallest number becomes 0, and the block with it.
+        scale = self._scale(largest)
+        scales, places = self._parts(packet, numel)
+        scales.copy_(scale)
+        divisor = torch.where(scale == 0, torch.inf, scale).to(x.dtype).unsqueeze(1)
+        # Scales this small or large are rounded by more than a code.
+        extreme = bool(((largest < 1e-30) & (largest > 0) | (largest > 1e38)).any())
+        quantise = self.quantiser(key, x.device)
+        rest = x.numel() - (len(groups) - 1) * whole.numel()  # numbers in the last group, padding left out
+        flat = [whole.view(-1)] * (len(groups) - 1) + [whole.view(-1)[:rest]]
+        for group, room, codes, by, place in zip(groups, rooms, flat, torch.split(divisor, step), places, strict=True):
+            torch.div(group, by, out=room)
+            if extreme:
+                room.clamp_(-self.levels, self.levels)
+            quantise(room)
+            self.write(place, codes)
         return packet
+
+    def _parts(self, packet: Tensor, numel: int) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """The scales in a packet of `numel` numbers, and the codes of each group of blocks."""
+        scales, codes = packet.tensor_split([4 * -(-numel // self.block)])
+        block = self._width(numel)
+        return scales.view(torch.float32), torch.split(codes, self.code_bytes(_step(block) * block))
 
     def _width(self, numel: int) -> int:
         """Elements per row while working: no row is longer than the tensor."""
@@ -157,20 +173,20 @@ class _Scaled(Codec):
 
     def accumulate(self, packet: Tensor, into: Tensor, keep: float, alpha: float) -> None:
         numel = into.numel()
+        if not numel:
+            return
         block = self._width(numel)
-        blocks = -(-numel // self.block)
-        scales = packet[: 4 * blocks].view(torch.float32).to(into.dtype)
+        step = _step(block)
+        packed, places = self._parts(packet, numel)
+        scales = packed.to(into.dtype).unsqueeze(1)
         if alpha * self.unit != 1:
             scales = scales * (alpha * self.unit)
-        for rows in _groups(numel, block):
-            part = into[rows.start * block : rows.stop * block]
-            codes = self.read(packet[4 * blocks :], rows.start * block, part.numel())
-            scale = scales[rows.start : rows.stop].unsqueeze(1)
+        for part, scale, place in zip(torch.split(into, step * block), torch.split(scales, step), places, strict=True):
+            codes = self.read(place, part.numel())
             if keep == 0 and part.numel() % block == 0:
                 part.copy_(codes).view(-1, block).mul_(scale)
                 continue
-            values = _padded(codes.to(into.dtype), block).mul_(scale)
-            values = values.view(-1)[: part.numel()]
+            values = _padded(codes.to(into.dtype), block).mul_(scale).view(-1)[: part.numel()]
             if keep == 0:
                 part.copy_(values)
             else:
@@ -180,12 +196,12 @@ class _Scaled(Codec):
         """What rounds numbers between -levels and levels, in place, to those that are codes."""
         raise NotImplementedError
 
-    def write(self, place: Tensor, start: int, codes: Tensor) -> None:
-        """Store `codes`, still as numbers, those of the elements from `start` on."""
+    def write(self, place: Tensor, codes: Tensor) -> None:
+        """Store `codes`, still as numbers, in the bytes of `place`."""
         raise NotImplementedError
 
-    def read(self, place: Tensor, start: int, count: int) -> Tensor:
-        """`count` codes from the element `start` on, as numbers of some dtype."""
+    def read(self, place: Tensor, count: int) -> Tensor:
+        """The `count` codes in the bytes of `place`, as numbers of some dtype."""
         raise NotImplementedError
 
 
@@ -210,11 +226,11 @@ class _Int8(_Integer):
     stochastic: bool = False
     seed: int = 0
 
-    def write(self, place: Tensor, start: int, codes: Tensor) -> None:
-        place.view(torch.int8)[start : start + codes.numel()].copy_(codes)
+    def write(self, place: Tensor, codes: Tensor) -> None:
+        place.view(torch.int8).copy_(codes)
 
-    def read(self, place: Tensor, start: int, count: int) -> Tensor:
-        return place[start : start + count].view(torch.int8)
+    def read(self, place: Tensor, count: int) -> Tensor:
+        return place.view(torch.int8)
 
 
 @dataclass(frozen=True, repr=False)
@@ -228,12 +244,11 @@ class _Int4(_Integer):
     def code_bytes(self, numel: int) -> int:
         return -(-numel // 2)
 
-    def write(self, place: Tensor, start: int, codes: Tensor) -> None:
-        packed = pack(codes.to(torch.int8).bitwise_and_(15), 4)
-        place[start // 2 : start // 2 + packed.numel()] = packed
+    def write(self, place: Tensor, codes: Tensor) -> None:
+        place.copy_(pack(codes.to(torch.int8).bitwise_and_(15), 4))
 
-    def read(self, place: Tensor, start: int, count: int) -> Tensor:
-        return unpack(place[start // 2 : start // 2 + -(-count // 2)], 4, count)
+    def read(self, place: Tensor, count: int) -> Tensor:
+        return unpack(place, 4, count)
 
 
 @dataclass(frozen=True, repr=False)
@@ -246,21 +261,19 @@ class _Fp8(_Scaled):
     def quantiser(self, key: Key, device: torch.device) -> Callable[[Tensor], Tensor]:
         return lambda numbers: numbers  # `write` rounds
 
-    def write(self, place: Tensor, start: int, codes: Tensor) -> None:
-        place.view(torch.float8_e4m3fn)[start : start + codes.numel()].copy_(codes)
+    def write(self, place: Tensor, codes: Tensor) -> None:
+        place.view(torch.float8_e4m3fn).copy_(codes)
 
-    def read(self, place: Tensor, start: int, count: int) -> Tensor:
+    def read(self, place: Tensor, count: int) -> Tensor:
         # torch converts float8 number by number. The same bits 7 places up are a float16 with 1/256 of the value,
         # subnormal numbers included; bit 14, a copy of the sign, is cleared.
-        wide = place[start : start + count].view(torch.int8).to(torch.int16)
+        wide = place.view(torch.int8).to(torch.int16)
         return wide.mul_(128).bitwise_and_(~(1 << 14)).view(torch.float16)
 
 
-def _groups(numel: int, block: int) -> list[range]:
-    """Consecutive ranges of blocks, each about as much as stays in cache, even in number so that nibbles pair up."""
-    blocks = -(-numel // block)
-    step = max(2, BLOCK // block // 2 * 2)
-    return [range(start, min(start + step, blocks)) for start in range(0, blocks, step)]
+def _step(block: int) -> int:
+    """How many blocks are worked on at a time: about as much as stays in cache, and even, so that nibbles pair up."""
+    return max(2, BLOCK // block // 2 * 2)
 
 
 def _padded(row: Tensor, block: int) -> Tensor:

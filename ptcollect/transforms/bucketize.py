@@ -124,7 +124,10 @@ class Bucketize(Transform):
         flat = {bucket.label: alone if alone is not None else _packed(bucket, leaves)}
         out, _ = await inner.apply(flat, {}, comm.replace(owned=True, residuals=residuals, incoming=None))
         if residuals and comm.residuals is not None:
-            comm.residuals.update(zip(bucket.paths, torch.split(residuals[bucket.label], bucket.sizes), strict=True))
+            # In storage of their own, for they become state; and here, while other buckets travel.
+            rows = torch.split(residuals[bucket.label], bucket.sizes)
+            own = [row.clone() for row in rows] if len(rows) > 1 else rows
+            comm.residuals.update(zip(bucket.paths, own, strict=True))
         return _unpacked(out[bucket.label], bucket, leaves, into_leaves=comm.owned)
 
 

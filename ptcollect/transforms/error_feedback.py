@@ -123,12 +123,19 @@ class ErrorFeedback(Transform):
         for path, leaf in tree.items():
             result[path] = restrided(out[path].to(leaf.dtype), leaf)
             if path in residual:
-                residual[path] = torch.zeros_like(before[path])
-                if path in booked:
-                    residual[path] += from_flat(booked[path], residual[path])
+                residual[path] = self._lost(booked.get(path), before[path])
                 if out[path].dtype != leaf.dtype and books_results:
                     residual[path] += out[path] - result[path].to(out[path].dtype)
         return result, {"residual": residual, "inner": inner_state}
+
+    def _lost(self, booked: Tensor | None, like: Tensor) -> Tensor:
+        """What was booked for a leaf, as its residual: the row itself where it is a tensor of its own, else a copy."""
+        if booked is None:
+            return torch.zeros_like(like)
+        alone = booked.dtype == like.dtype and booked.untyped_storage().nbytes() == like.nbytes
+        if alone and like.is_contiguous():
+            return booked.view(like.shape)
+        return torch.zeros_like(like).copy_(from_flat(booked, like))
 
     def _check(self, path: str, leaf: Tensor, residual: Leaves) -> None:
         floating = accumulation_dtype(leaf.dtype, path).is_floating_point
