@@ -78,16 +78,24 @@ class Network:
 
 
 def run_ranks(
-    argv: Sequence[str], n: int, rate: str | None, timeout: float, env: Mapping[str, str] | None = None
+    argv: Sequence[str],
+    n: int,
+    rate: str | None,
+    timeout: float,
+    env: Mapping[str, str] | None = None,
+    tcp: str | None = None,
 ) -> None:
     """Run `argv` on `n` ranks behind links of `rate` (as tc writes it, or None), for `timeout` seconds at most."""
-    with shaped_network(n, rate) as net:
+    with shaped_network(n, rate, tcp) as net:
         net.run(argv, timeout, env)
 
 
 @contextmanager
-def shaped_network(n: int, rate: str | None) -> Iterator[Network]:
-    """A network of `n` ranks with every link limited to `rate` in both directions; None is plain loopback."""
+def shaped_network(n: int, rate: str | None, tcp: str | None = None) -> Iterator[Network]:
+    """A network of `n` ranks with every link limited to `rate` in both directions; None is plain loopback.
+
+    `tcp` is the congestion control that ranks use; None: the machine's.
+    """
     if rate is None:
         yield Network(prefixes=((),) * n, interface="lo", address="127.0.0.1", port=_free_port())
         return
@@ -99,6 +107,7 @@ def shaped_network(n: int, rate: str | None) -> Iterator[Network]:
             _plug_in(switch, namespace, rank)
             _shape(_inside(namespace), "eth0", rate)
             _shape(_inside(switch), f"port{rank}", rate)
+            _use_tcp(namespace, tcp)
         # The namespaces are new, so any port is free in them.
         yield Network(prefixes=tuple(map(_inside, ranks)), interface="eth0", address=_address(0), port=29500)
 
@@ -122,8 +131,7 @@ def node_network(nodes: int, ranks_per_node: int, rate: str, tcp: str | None = N
             for _ in range(ranks_per_node):
                 ranks.append(namespaces.enter_context(_namespace()))
                 _plug_in(switch, ranks[-1], len(ranks) - 1)
-                if tcp is not None:
-                    _run(*_inside(ranks[-1]), "sh", "-c", f"echo {tcp} > /proc/sys/net/ipv4/tcp_congestion_control")
+                _use_tcp(ranks[-1], tcp)
         yield Network(prefixes=tuple(map(_inside, ranks)), interface="eth0", address=_address(0), port=29500)
 
 
@@ -159,6 +167,12 @@ def _shape(inside: tuple[str, ...], device: str, rate: str) -> None:
     burst = max(16_000, round(bits_per_second(rate) / 8 * BURST_SECONDS))
     bucket = ("tbf", "rate", rate, "burst", str(burst), "latency", "100ms")
     _run(*inside, "tc", "qdisc", "add", "dev", device, "root", *bucket)
+
+
+def _use_tcp(namespace: int, congestion_control: str | None) -> None:
+    if congestion_control is not None:
+        path = "/proc/sys/net/ipv4/tcp_congestion_control"
+        _run(*_inside(namespace), "sh", "-c", f"echo {congestion_control} > {path}")
 
 
 @contextmanager

@@ -38,6 +38,7 @@ TIMEOUT_SECONDS = 500.0
 BATCH = 32
 
 RING = pc.chain(pc.bucketize(), pc.ring_reduce())
+NATIVE = pc.all_reduce()
 BF16 = pc.chain(pc.bucketize(), pc.compress("bf16"), pc.ring_reduce())
 
 # The largest ratio that is good enough, and to whose time.
@@ -71,15 +72,19 @@ def under_ddp(hook: Callable[[DistributedDataParallel], tuple[Any, Any] | None])
     return make
 
 
-def with_overlap(model: nn.Module) -> Callable[[torch.Tensor], None]:
+def overlapping(**options: Any) -> Callable[[nn.Module], Callable[[torch.Tensor], None]]:
     """Steps with `pc.overlap`, without DDP."""
-    handle = pc.overlap(RING, model)
 
-    def step(x: torch.Tensor) -> None:
-        with handle:
-            model(x).square().mean().backward()
+    def make(model: nn.Module) -> Callable[[torch.Tensor], None]:
+        handle = pc.overlap(RING, model, **options)
 
-    return step
+        def step(x: torch.Tensor) -> None:
+            with handle:
+                model(x).square().mean().backward()
+
+        return step
+
+    return make
 
 
 def with_sync_grads(model: nn.Module) -> Callable[[torch.Tensor], None]:
@@ -97,18 +102,20 @@ def alone(model: nn.Module) -> Callable[[torch.Tensor], None]:
     return lambda x: model(x).square().mean().backward()
 
 
-def hooked(pipeline: pc.Pipeline) -> Callable[[nn.Module], Callable[[torch.Tensor], None]]:
+def hooked(pipeline: pc.Pipeline, **options: Any) -> Callable[[nn.Module], Callable[[torch.Tensor], None]]:
     """Steps under DDP with a pipeline as its hook."""
-    return under_ddp(lambda ddp: (None, pc.as_ddp_hook(pipeline, ddp)))
+    return under_ddp(lambda ddp: (None, pc.as_ddp_hook(pipeline, ddp, **options)))
 
 
 CONTENDERS = [
     Contender("ddp", "plain DDP (baseline)", under_ddp(lambda ddp: None)),
     Contender("ddp_fp16", "DDP, fp16_compress_hook", under_ddp(lambda ddp: (None, default_hooks.fp16_compress_hook))),
     Contender("hook_ring", "DDP, as_ddp_hook(bucketize, ring_reduce)", hooked(RING)),
+    Contender("hook_ring_first", 'the same with check="first"', hooked(RING, check="first")),
     Contender("hook_bf16", "DDP, as_ddp_hook(bucketize, bf16, ring_reduce)", hooked(BF16)),
-    Contender("hook_native", "DDP, as_ddp_hook(all_reduce)", hooked(pc.all_reduce())),
-    Contender("overlap_ring", "overlap(bucketize, ring_reduce)", with_overlap),
+    Contender("hook_native", "DDP, as_ddp_hook(all_reduce)", under_ddp(lambda ddp: (None, pc.as_ddp_hook(NATIVE)))),
+    Contender("overlap_ring", "overlap(bucketize, ring_reduce)", overlapping()),
+    Contender("overlap_first", 'overlap(bucketize, ring_reduce), check="first"', overlapping(check="first")),
     Contender("sync_grads", "sync_grads(bucketize, ring_reduce) after backward", with_sync_grads),
     Contender("alone", "no synchronisation", alone),
 ]
@@ -168,13 +175,13 @@ def check_equal(models: Sequence[nn.Module]) -> None:
 # Table --------------------------------------------------------------------------------------------------------------
 
 
-def measure(rate: str, rounds: int) -> list[Row]:
+def measure(rate: str, rounds: int, tcp: str) -> list[Row]:
     """The rows for one kind of link."""
     link = netlab.link_rate(rate)
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "seconds.json"
         command = [sys.executable, __file__, "--rank-out", str(out), "--repeats", str(rounds)]
-        netlab.run_ranks(command, WORLD_SIZE, link, TIMEOUT_SECONDS)
+        netlab.run_ranks(command, WORLD_SIZE, link, TIMEOUT_SECONDS, tcp=None if tcp == "machine" else tcp)
         seconds = dict(zip([each.key for each in CONTENDERS], json.loads(out.read_text()), strict=True))
     goals = {key: goal for key, (goal, _) in ({} if link else LOOPBACK).items()}
     rows = [
@@ -207,6 +214,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rates", nargs="+", default=["200mbit", "1gbit", "loopback"])
     parser.add_argument("--repeats", type=int, default=9, help="rounds after the warm-up (default 9)")
+    parser.add_argument(
+        "--tcp", default="reno", help="congestion control behind shaped links, or `machine` for its own"
+    )
     parser.add_argument("--json", type=Path, help="also write the rows and all samples here")
     parser.add_argument("--markdown", action="store_true", help="print the table as Markdown")
     parser.add_argument("--rank-out", type=Path, help=argparse.SUPPRESS)
@@ -215,7 +225,7 @@ def main() -> None:
         rank_main(args.rank_out, args.repeats)
         return
     netlab.exit_on_sigterm()
-    by_rate = {rate: measure(rate, args.repeats) for rate in args.rates}
+    by_rate = {rate: measure(rate, args.repeats, args.tcp) for rate in args.rates}
     rows = [row for each in by_rate.values() for row in each]
     print(format_table(rows, markdown=args.markdown))
     for rate, each in by_rate.items():

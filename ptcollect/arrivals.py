@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future
 from datetime import timedelta
 from time import monotonic
 from typing import Any
@@ -31,6 +32,8 @@ class Arrivals:
         """The leaves that the call sets out with, the same on all ranks."""
         self.certain = certain
         """Whether all of them come on every rank; else the ranks compare at the end which ones did."""
+        self.by_tag = False
+        """Whether the call may send in an order that depends on when leaves arrive; see `schedule`."""
         self.used = self.expected
         """The leaves that came on some rank, once the call has ended."""
         self._here: Leaves = {}
@@ -39,6 +42,7 @@ class Arrivals:
         """Why the pass failed on this rank, if it did."""
         self._graph_tasks: dict[int, _GraphTask] = {}
         self._changed = threading.Condition()
+        self._news = self._seen = 0
 
     # On the backward thread.
 
@@ -55,18 +59,21 @@ class Arrivals:
                 torch.accelerator.current_stream(leaf.device).synchronize()
         with self._changed:
             self._here |= leaves
+            self._news += 1
             self._changed.notify_all()
 
     def finish(self) -> None:
         """Nothing more comes: what has not arrived counts as zeros here."""
         with self._changed:
             self._over = True
+            self._news += 1
             self._changed.notify_all()
 
     def abort(self, failure: Exception) -> None:
         """The pass has failed: whoever waits for leaves gets `failure`."""
         with self._changed:
             self.failure = self.failure or failure
+            self._news += 1
             self._changed.notify_all()
 
     @property
@@ -112,6 +119,25 @@ class Arrivals:
             if self.failure is not None:
                 raise self.failure
         return {path: self._value(path) for path in wanted}
+
+    @property
+    def open(self) -> bool:
+        """Whether something may still arrive."""
+        return not (self._over or self.failure is not None or self.like.keys() <= self._here.keys())
+
+    def wait_beside(self, job: Future[Any]) -> bool:
+        """Block until `job` is done (True) or something has arrived since the last call (False)."""
+        with self._changed:
+            self._changed.wait_for(lambda: job.done() or self._news > self._seen, _LOOK_AGAIN)
+            if job.done():
+                return True
+            self._seen = self._news
+            return False
+
+    def wake(self, _: object = None) -> None:
+        """Have `wait_beside` look again."""
+        with self._changed:
+            self._changed.notify_all()
 
     def exactly(self, used: Iterable[str]) -> Leaves:
         """The leaves `used` after the pass is over, in natural order."""

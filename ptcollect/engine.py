@@ -97,6 +97,7 @@ class Lane:
         self._performer: int | None = None  # the thread that performs a call
         self._queued = 0
         self._worker: threading.Thread | None = None
+        self._waiting: tuple[_Posted, Future[None]] | None = None
         self._count_lock = threading.Lock()
 
     # Order: the caller's thread if idle, the communication thread otherwise.
@@ -176,22 +177,45 @@ class Lane:
     def _drive(
         self, pipeline: Pipeline, tree: Any, state: State | None, options: Options, arrivals: Arrivals | None
     ) -> tuple[Any, State]:
-        program = call(pipeline, tree, state, self.place, options, arrivals)
         by_tag = arrivals is not None and self._matches_by_tag and _exchanges_only(pipeline)
-        steps = drive(program, self._post, by_tag=by_tag)
+        if arrivals is not None:
+            arrivals.by_tag = by_tag
+        steps: Any = drive(call(pipeline, tree, state, self.place, options, arrivals), self._post, by_tag=by_tag)
+        waited: bool | None = None
         try:
             while True:
-                posted = next(steps)
-                posted.wait()  # type: ignore[attr-defined]
+                posted = steps.send(waited)
+                if by_tag and arrivals is not None and arrivals.open and isinstance(posted, _Posted):
+                    waited = self._wait_beside(posted, arrivals)
+                else:
+                    waited = self._wait(posted)
         except StopIteration as end:
             result: tuple[Any, State] = end.value
             return result
         finally:
             steps.close()
 
+    def _wait(self, posted: _Posted | _Awaited) -> bool:
+        if self._waiting is not None and self._waiting[0] is posted:
+            self._waiting[1].result()
+            self._waiting = None
+        else:
+            posted.wait()
+        return True
+
+    def _wait_beside(self, posted: _Posted, arrivals: Arrivals) -> bool:
+        """Wait for a peer on a thread of its own, so as to post what backward delivers meanwhile."""
+        if self._waiting is None or self._waiting[0] is not posted:
+            job: Future[None] = Future()
+            job.add_done_callback(arrivals.wake)
+            # A daemon: the process may end although a peer never answers.
+            threading.Thread(target=_perform, args=(posted.wait, job), name="ptcollect wait", daemon=True).start()
+            self._waiting = (posted, job)
+        return arrivals.wait_beside(self._waiting[1]) and self._wait(posted)
+
     @property
     def _matches_by_tag(self) -> bool:
-        return all(dist.get_backend(members.group) == "gloo" for members in self.dims.values())
+        return len(self.dims) == 1 and all(dist.get_backend(members.group) == "gloo" for members in self.dims.values())
 
     def _post(self, request: Request[Any], task: Task) -> _Posted | _Awaited:
         if isinstance(request, Arrival):
@@ -245,8 +269,16 @@ def _close_all() -> None:
         lane.close()
 
 
+def _perform(function: Callable[[], None], outcome: Future[None]) -> None:
+    try:
+        function()
+        outcome.set_result(None)
+    except BaseException as error:
+        outcome.set_exception(error)
+
+
 def _exchanges_only(pipeline: Pipeline) -> bool:
-    """Whether tasks send nothing but messages with the task's own tag, and tags do not depend on timing either.
+    """Whether `drive` may go `by_tag`: tasks only send messages with tags of their own, always to the same peers.
 
     A native collective is matched by order, and so may be what a reducer of the user's asks for; where forks are
     inside forks, their tags depend on which began first.

@@ -2,8 +2,12 @@
 
 `drive` is a generator, so it knows neither sockets nor clocks. It posts requests through the `post` it is given and
 yields the handle it must wait for: always the oldest. The order in which requests are posted is therefore a function of
-the program alone, never of timing, which is what NCCL demands and gloo forgives until it deadlocks. The one exception
-is asked for by name: where messages are matched by tag, a task that waits for backward need not hold up the others.
+the program alone, never of timing, which is what NCCL demands and gloo forgives until it deadlocks.
+
+The one exception is asked for by name: with `by_tag` a task that waits for backward does not hold up the others, so
+ranks may take tasks in different orders. That needs messages matched by tag, and more: a rank that waits for an answer
+must still post what has become ready, and a task must exchange with the same peers in all its rounds. Then whatever a
+rank waits for was posted before what its peer waits for, on and on, and there can be no circle.
 """
 
 from __future__ import annotations
@@ -61,8 +65,10 @@ Post = Callable[[Request[Any], Task], Handle]
 
 def drive(
     main: Coroutine[Any, Any, Any], post: Post, in_flight: int = IN_FLIGHT, *, by_tag: bool = False
-) -> Generator[Handle, None, Any]:
+) -> Generator[Handle, bool | None, Any]:
     """Run `main` to its end; yields each posted handle when it is that handle's turn to be waited for.
+
+    Sent ``False``, it is told that leaves have arrived and that the handle has not been waited for yet.
 
     Args:
         main: the program.
@@ -91,15 +97,18 @@ class _Driver:
         self.posted: deque[tuple[Handle, Task]] = deque()
         self.outcome: list[Any] = []
 
-    def run(self) -> Generator[Handle, None, Any]:
+    def run(self) -> Generator[Handle, bool | None, Any]:
         try:
             while True:
                 while self.ready:
                     self._advance(*self.ready.pop())
                 if self.outcome:
                     return self.outcome[0]
-                handle, task = self._turn()
-                yield handle
+                position = self._turn()
+                handle, task = self.posted[position]
+                if (yield handle) is False:
+                    continue
+                del self.posted[position]
                 if task.closed:
                     continue  # its fork failed elsewhere; the transfer is over, nobody wants the answer
                 try:
@@ -111,17 +120,14 @@ class _Driver:
         finally:
             self._close(self.main)
 
-    def _turn(self) -> tuple[Handle, Task]:
-        """Whose turn it is to be waited for."""
-        held_up = False
-        for position, (handle, task) in enumerate(self.posted if self.by_tag else ()):
-            if isinstance(task.request, Arrival):
-                held_up = held_up or not task.request.arrivals.there(task.request.paths)
-                if held_up:
-                    continue  # also with one that is there behind one that is not: tasks begin in order
-            del self.posted[position]
-            return handle, task
-        return self.posted.popleft()
+    def _turn(self) -> int:
+        """Whose turn it is to be waited for: a position in `posted`."""
+        if self.by_tag:
+            requests = [task.request for _, task in self.posted]
+            arrived = (isinstance(each, Arrival) and each.arrivals.there(each.paths) for each in requests)
+            sent = (not isinstance(each, Arrival) for each in requests)
+            return next((i for flags in (arrived, sent) for i, flag in enumerate(flags) if flag), 0)
+        return 0
 
     def _advance(self, task: Task, answer: Any, error: BaseException | None) -> None:
         try:

@@ -11,7 +11,7 @@ the module each bucket is a tree of its own, which only suits pipelines that tre
 import threading
 from collections.abc import Collection, Mapping
 from concurrent.futures import Future as Job
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -22,9 +22,11 @@ from torch.futures import Future
 
 from ptcollect.adapters.loop import named
 from ptcollect.arrivals import Arrivals, at_end_of_backward
+from ptcollect.chain import Chain
 from ptcollect.checkpoint import merged, quiet
 from ptcollect.engine import stream
 from ptcollect.errors import PipelineError
+from ptcollect.options import Options
 from ptcollect.pipeline import Pipeline, Wrapped
 from ptcollect.reducers.reducer import Reducer
 from ptcollect.state import State
@@ -38,6 +40,7 @@ def as_ddp_hook(
     module: torch.nn.Module | None = None,
     *,
     group: "dist.ProcessGroup | DeviceMesh | None" = None,
+    check: Literal["every_step", "first", "off"] = "every_step",
 ) -> "DDPHook":
     r"""`pipeline` as a communication hook: ``ddp.register_comm_hook(None, pc.as_ddp_hook(pipeline, module))``.
 
@@ -56,6 +59,8 @@ def as_ddp_hook(
         module: the DDP module, or the module inside it: gives parameters their names. Needed by pipelines that keep
             state or look at the whole tree; without it the pipeline runs on each of DDP's buckets alone.
         group: whom to synchronise with; by default DDP's group if `module` is the DDP module, and else all ranks.
+        check: see `RunOptions`. At every step all ranks wait for the last to begin its backward pass; ``"first"`` saves
+            that, and a mismatch later on may then abort the process.
 
     Returns:
         A callable for `register_comm_hook`, with ``.state``, ``.state_dict()`` and ``.load_state_dict()``.
@@ -95,10 +100,10 @@ def as_ddp_hook(
     if isinstance(module, torch.nn.parallel.DistributedDataParallel):
         group = module.process_group if group is None else group
         certain = not module.skip_all_reduce_unused_params
-        return DDPHook(pipeline, _managed(module.module, module.parameters_to_ignore), group, certain=certain)
+        return DDPHook(pipeline, _managed(module.module, module.parameters_to_ignore), group, check, certain=certain)
     if module is None:
-        return DDPHook(pipeline, None, group)
-    return DDPHook(pipeline, _managed(module, getattr(module, "_ddp_params_and_buffers_to_ignore", ())), group)
+        return DDPHook(pipeline, None, group, check)
+    return DDPHook(pipeline, _managed(module, getattr(module, "_ddp_params_and_buffers_to_ignore", ())), group, check)
 
 
 def _managed(module: torch.nn.Module, ignored: "Collection[str]") -> dict[str, Tensor]:
@@ -124,16 +129,20 @@ class DDPHook:
         pipeline: Pipeline,
         params: "Mapping[str, Tensor] | None",
         group: "dist.ProcessGroup | DeviceMesh | None",
+        check: str,
         *,
         certain: bool = False,
     ) -> None:
         self.pipeline = pipeline
-        self.group = group
+        self.options = {"group": group, "check": check, "missing": "zeros"}
+        Options.read(self.options)
         self.__name__ = "as_ddp_hook"  # DDP logs the hook by name
         self.__qualname__ = repr(self)
         self.state: State = {}
         """The pipeline's state, by parameter name; read it after a step, replace it by `load_state_dict`."""
         self._certain = certain or params is None
+        # Without a map the parameters in a bucket need not be told apart.
+        self._any_flat = all(isinstance(stage, (Reducer, Chain, Wrapped)) for stage in pipeline.walk())
         self._names: dict[Tensor, str] | None = None
         self._like: dict[str, Tensor] = {}
         if params is not None:
@@ -212,6 +221,8 @@ class DDPHook:
                 f"{self!r}: the gradient of {leaf} is sparse, and a pipeline averages dense ones; "
                 "use Embedding(sparse=False)"
             )
+        if self._names is None and self._any_flat and not bucket.parameters()[0].is_complex():
+            return {f"bucket{bucket.index()}": bucket.buffer().detach()}
         gradients = {}
         for i, (param, gradient) in enumerate(zip(bucket.parameters(), _views(bucket), strict=True)):
             name = f"{bucket.index()}.{i}" if self._names is None else self._names.get(param)
@@ -260,7 +271,7 @@ class _Pass:
         if not self._started:
             self._started = True
             state = quiet(self.hook.state) if self._joined else self.hook.state
-            options: dict[str, Any] = {"group": self.hook.group, "missing": "zeros", "donate": self.arrivals.certain}
+            options = {**self.hook.options, "donate": self.arrivals.certain}
             stream(self.hook.pipeline, self.arrivals, state, options).add_done_callback(self._end)
         return future
 

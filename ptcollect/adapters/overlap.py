@@ -16,7 +16,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ptcollect.adapters.loop import Parameters, named, sync_params
 from ptcollect.arrivals import Arrivals
-from ptcollect.dtypes import overwrite
 from ptcollect.engine import stream
 from ptcollect.errors import PipelineError
 from ptcollect.options import Options
@@ -104,7 +103,18 @@ def _at_the_start(module_or_params: Parameters) -> dict[str, Tensor]:
 
 
 class Overlap:
-    """Synchronises the gradients of some parameters during each backward pass; made by `overlap`."""
+    """Synchronises the gradients of some parameters during each backward pass; made by `overlap`.
+
+    >>> import torch, ptcollect as pc, torch.distributed as dist
+    >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    >>> model = torch.nn.Linear(2, 1, bias=False)
+    >>> with pc.overlap(pc.ring_reduce(), model) as handle:
+    ...     model(torch.ones(1, 2)).sum().backward()
+    >>> model.weight.grad, handle.state
+    (tensor([[1., 1.]]), {})
+    >>> handle.remove()
+    >>> dist.destroy_process_group()
+    """
 
     def __init__(
         self, pipeline: Pipeline, params: dict[str, Tensor], state: State | None, options: dict[str, Any]
@@ -127,7 +137,7 @@ class Overlap:
         ]
 
     def wait(self) -> None:
-        """Finish the step: afterwards ``p.grad`` is what the pipeline made of it; call it once after each backward.
+        """Finish the step: then ``p.grad`` is a tensor with what the pipeline made of it; once after each backward.
 
         Raises:
             PtcollectError: as for `Pipeline.update`; gradients and state are what they were.
@@ -146,7 +156,7 @@ class Overlap:
             for name, grad in grads.items():
                 param = self._params[name]
                 if grad is not None:
-                    param.grad = grad if param.grad is None else overwrite(param.grad, grad)
+                    param.grad = grad
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

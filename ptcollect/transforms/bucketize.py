@@ -21,7 +21,7 @@ from ptcollect.tree import Leaves, Structure, flatten
 from ptcollect.value import refuse_tree
 
 # Smaller buckets cost rounds, larger ones overlap less: benchmarks/sync_speed.py --scenario tuning --caps ...
-DEFAULT_CAP = "16MiB"
+DEFAULT_CAP = "4MiB"
 
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
@@ -30,11 +30,12 @@ def bucketize(cap: int | str = DEFAULT_CAP, *, order: str = "reverse") -> Bucket
     """Pack leaves into flat buckets, run the pipeline inside on each bucket, and unpack.
 
     A bucket holds leaves of one dtype and device, in reverse natural order of their paths by default, as gradients
-    appear last layer first; a leaf larger than the cap has a bucket to itself. Buckets run concurrently, a few in
-    flight at a time, so that one is summed while another travels. Every leaf is in exactly one bucket.
+    appear last layer first; a leaf of more than half the cap has a bucket to itself, which saves copies and does not wait
+    for others. Buckets run concurrently, a few in flight at a time, so that one is summed while another travels. Every
+    leaf is in exactly one bucket.
 
     Args:
-        cap: most bytes in a bucket, an int or text such as ``"25MiB"`` or ``"500KB"``.
+        cap: most bytes in a bucket of several leaves, an int or text such as ``"25MiB"`` or ``"500KB"``.
         order: ``"reverse"`` or ``"forward"`` in natural order of the paths (``layers.2`` before ``layers.10``).
 
     Returns:
@@ -197,7 +198,7 @@ def _bytes(cap: int | str) -> int:
 def _plan(
     paths: tuple[str, ...], kinds: tuple[tuple[int, torch.dtype, torch.device], ...], cap: int | str, order: str
 ) -> tuple[Bucket, ...]:
-    """Fill buckets in order; one is open per dtype and device, and closes when the next leaf does not fit."""
+    """Buckets in the order in which they are full: of large leaves alone, and of small ones by dtype and device."""
     most = _bytes(cap)
     buckets: list[list[tuple[str, int]]] = []
     open_bucket: dict[tuple[torch.dtype, torch.device], tuple[list[tuple[str, int]], int]] = {}
@@ -205,13 +206,16 @@ def _plan(
     for path, (numel, dtype, device) in reversed(leaves) if order == "reverse" else leaves:
         if numel == 0:
             continue  # nothing to send
-        bucket, used = open_bucket.get((dtype, device), ([], most))
-        size = numel * dtype.itemsize
+        entry, size = (path, numel * (2 if dtype.is_complex else 1)), numel * dtype.itemsize
+        if 2 * size > most:
+            buckets.append([entry])
+            continue
+        bucket, used = open_bucket.pop((dtype, device), ([], 0))
         if used + size > most:
-            bucket, used = [], 0
             buckets.append(bucket)
-        bucket.append((path, numel * (2 if dtype.is_complex else 1)))
-        open_bucket[dtype, device] = (bucket, used + size)
+            bucket, used = [], 0
+        open_bucket[dtype, device] = ([*bucket, entry], used + size)
+    buckets.extend(bucket for bucket, _ in open_bucket.values())
     return tuple(_bucket(f"bucket{i}", bucket) for i, bucket in enumerate(buckets))
 
 
