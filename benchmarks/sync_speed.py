@@ -58,6 +58,7 @@ class Settings:
     repeats: int
     caps: Sequence[str]
     in_flight: Sequence[int]
+    tcp: str | None
 
 
 @dataclass(frozen=True)
@@ -118,8 +119,9 @@ def memory(settings: Settings) -> list[Row]:
 
 def import_time(settings: Settings) -> list[Row]:
     """What `import ptcollect` adds to `import torch`, each time in a new process."""
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     pairs = [
-        tuple(map(float, subprocess.check_output([sys.executable, "-c", IMPORT_TIMER], text=True).split()))
+        tuple(map(float, subprocess.check_output([sys.executable, "-c", IMPORT_TIMER], text=True, env=env).split()))
         for _ in range(settings.repeats + 1)
     ][1:]  # the first one may compile
     torch_seconds, ours = map(list, zip(*pairs, strict=True))
@@ -168,7 +170,7 @@ def _on_ranks(
         out = Path(folder) / "measured.json"
         command = [sys.executable, str(RANKS), scenario, "--out", str(out), "--rounds", str(settings.repeats)]
         command += ["--caps", *settings.caps, "--in-flight", *map(str, settings.in_flight)]
-        netlab.run_ranks(command, WORLD_SIZE, rate, TIMEOUT_SECONDS, env)
+        netlab.run_ranks(command, WORLD_SIZE, rate, TIMEOUT_SECONDS, env, settings.tcp)
         measured: list[dict[str, Any]] = json.loads(out.read_text())
         return measured
 
@@ -251,11 +253,15 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=7, help="rounds after the warm-up (default 7)")
     parser.add_argument("--caps", nargs="+", default=["1MiB", "4MiB", "25MiB"], help="bucket sizes of tuning, memory")
     parser.add_argument("--in-flight", nargs="+", type=int, default=[1, 2, 4, 8], help="buckets in flight of tuning")
+    parser.add_argument(
+        "--tcp", default="reno", help="congestion control behind shaped links, or `machine` for its own"
+    )
     parser.add_argument("--json", type=Path, help="also write the rows and all samples here")
     parser.add_argument("--markdown", action="store_true", help="print the table as Markdown")
     args = parser.parse_args()
     netlab.exit_on_sigterm()
-    settings = Settings(args.rates, args.repeats, args.caps, args.in_flight)
+    tcp = None if args.tcp == "machine" else args.tcp
+    settings = Settings(args.rates, args.repeats, args.caps, args.in_flight, tcp)
     try:
         rows = [row for scenario in args.scenario for row in SCENARIOS[scenario](settings)]
     except netlab.NetlabError as error:

@@ -47,12 +47,16 @@ async def ring_reduce(x: Tensor, comm: Comm, *, op: Literal["mean", "sum"] = "me
     def scale(ranks: int) -> float:
         return partial_scale(x.dtype, ranks) if op == "mean" else 1.0
 
+    scratch = x.new_empty(chunks[0][1] if comm.plain else 0)  # for all rounds: what a round allocates outlives it
     for ranks in range(1, n):  # reduce-scatter: what is sent is the sum over this many ranks
         start, stop = chunks[(rank - ranks + 1) % n]
         mine = x[slice(*chunks[(rank - ranks) % n])]
         packet = comm.encode(x[start:stop], at=start, scale=scale(ranks))
-        received = await comm.exchange(send={right: packet}, recv={left: mine.numel()})
+        room = scratch[: mine.numel()] if comm.plain else mine.numel()
+        received = await comm.exchange(send={right: packet}, recv={left: room})
         comm.accumulate(received[left], mine, keep=scale(ranks + 1), alpha=scale(ranks + 1) / scale(ranks))
+
+    del scratch, room, received
 
     start, stop = chunks[right]  # the chunk whose sum over all ranks has ended here
     result = x[start:stop]

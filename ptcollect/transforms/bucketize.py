@@ -21,7 +21,7 @@ from ptcollect.tree import Leaves, Structure, flatten
 from ptcollect.value import refuse_tree
 
 # Smaller buckets cost rounds, larger ones overlap less: benchmarks/sync_speed.py --scenario tuning --caps ...
-DEFAULT_CAP = "4MiB"
+DEFAULT_CAP = "8MiB"
 
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
@@ -30,8 +30,8 @@ def bucketize(cap: int | str = DEFAULT_CAP, *, order: str = "reverse") -> Bucket
     """Pack leaves into flat buckets, run the pipeline inside on each bucket, and unpack.
 
     A bucket holds leaves of one dtype and device, in reverse natural order of their paths by default, as gradients
-    appear last layer first; a leaf of more than half the cap has a bucket to itself, which saves copies and does not wait
-    for others. Buckets run concurrently, a few in flight at a time, so that one is summed while another travels. Every
+    appear last layer first; a leaf of more than half the cap has a bucket to itself, which saves copies and waits for
+    no other. Buckets run concurrently, a few in flight at a time, so that one is summed while another travels. Every
     leaf is in exactly one bucket.
 
     Args:
