@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import Any, overload
 
 from ptcollect.comm import Comm
 from ptcollect.errors import PipelineError
 from ptcollect.pipeline import Pipeline, Transform, Wrapped, apply_settled
+from ptcollect.profiling import span
 from ptcollect.state import State, joined, part
 from ptcollect.tree import Leaves
 from ptcollect.value import refuse_tree
@@ -97,7 +98,9 @@ class Chain(Pipeline):
                 states.append({})
                 continue
             before = tree
-            tree, new = await apply_settled(child, tree, part(state, self.state_names, start, stop), comm)
+            # What sends nothing runs without a pause.
+            with span(repr(child)) if not child.communicates and comm.incoming is None else nullcontext():
+                tree, new = await apply_settled(child, tree, part(state, self.state_names, start, stop), comm)
             if tree is not before:  # fresh tensors: whoever comes next may overwrite them
                 comm = comm.replace(owned=child.fresh, incoming=None)
             states.append(new)

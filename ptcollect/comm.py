@@ -19,6 +19,7 @@ from ptcollect.codecs.cast import Cast
 from ptcollect.codecs.codec import Codec, Key
 from ptcollect.dtypes import accumulation_dtype, flat_numel, real_dtype
 from ptcollect.errors import PipelineError
+from ptcollect.profiling import span
 from ptcollect.tree import Leaves, Structure
 
 T = TypeVar("T")
@@ -237,7 +238,8 @@ class Comm:
             scale: what the numbers are, in units of this rank's input: 1 for a sum of inputs, 1/n for a mean of n.
         """
         codec = self._codec()
-        data = codec.encode(x, Key(self.step, self.scope + self.leaf, self.rank, self._hop))
+        with span(f"encode {codec!r}, {self.leaf}"):
+            data = codec.encode(x, Key(self.step, self.scope + self.leaf, self.rank, self._hop))
         self._hop += 1
         if data.dtype != torch.uint8 or data.numel() != codec.wire_bytes(x.numel()):
             raise PipelineError(
@@ -256,7 +258,9 @@ class Comm:
 
     def accumulate(self, packet: Packet, into: Tensor, *, keep: float = 1.0, alpha: float = 1.0) -> None:
         """``into = keep * into + alpha * decode(packet)``, without the whole decoded row where the codec can."""
-        self._codec().accumulate(packet.data, into, keep, alpha)
+        codec = self._codec()
+        with span(f"decode and add {codec!r}, {self.leaf}"):
+            codec.accumulate(packet.data, into, keep, alpha)
 
     @property
     def plain(self) -> bool:

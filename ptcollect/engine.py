@@ -29,6 +29,7 @@ from ptcollect.options import Options
 from ptcollect.pending import Pending
 from ptcollect.pipeline import Pipeline, Wrapped
 from ptcollect.process_groups import Members, PrivateGroup, exists, members_of
+from ptcollect.profiling import span
 from ptcollect.reducers.reducer import Reducer
 from ptcollect.schedule import Task, drive
 from ptcollect.state import State
@@ -200,7 +201,8 @@ class Lane:
             self._waiting[1].result()
             self._waiting = None
         else:
-            posted.wait()
+            with span(posted.name):
+                posted.wait()
         return True
 
     def _wait_beside(self, posted: _Posted, arrivals: Arrivals) -> bool:
@@ -298,6 +300,7 @@ class _Awaited:
     def __init__(self, request: Arrival, timeout: timedelta) -> None:
         self.request = request
         self.timeout = timeout
+        self.name = f"backward, {', '.join(request.paths)[:100]}"
         self.answer: Leaves = {}
         self.failure: Exception | None = None
 
@@ -391,6 +394,12 @@ class _Posted:
             self.failure = self.lane.lost(f"{self._what()}: {trouble}", self.members, self.request)
             self.forget()
         self.lane.works.discard(self)
+
+    @property
+    def name(self) -> str:
+        """What a profile calls the wait."""
+        leaf = f" of {self.request.leaf}" if self.request.leaf else ""
+        return f"{self.request.stage or 'exchange'}, round {self.round}{leaf}"
 
     def _wait_each(self) -> str | None:
         # Returns words, not the exception: its traceback would hold the Work, and that the group.

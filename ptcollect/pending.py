@@ -5,6 +5,7 @@ from __future__ import annotations
 from concurrent.futures import Future
 from typing import Any
 
+from ptcollect.compiling import eager
 from ptcollect.state import State
 
 
@@ -21,6 +22,7 @@ class Pending:
     def __init__(self, future: Future[tuple[Any, State]]) -> None:
         self._future = future
 
+    @eager
     def wait(self) -> tuple[Any, State]:
         """Block until the call has ended; returns what `Pipeline.update` returns, or raises what it raises."""
         return self._future.result()

@@ -13,6 +13,7 @@ import torch
 from typing_extensions import Unpack
 
 from ptcollect.comm import Comm
+from ptcollect.compiling import eager
 from ptcollect.dtypes import restrided
 from ptcollect.errors import PipelineError
 from ptcollect.state import State, joined, numbered, part
@@ -114,6 +115,7 @@ class Pipeline(Value):
 
     # What users call.
 
+    @eager
     def init(self, params: Any) -> State:
         """The state before the first step; needs no process group and sends nothing.
 
@@ -133,6 +135,7 @@ class Pipeline(Value):
         refuse_empty(structure)
         return {"step": 0, **self.begin(leaves)} if self.stateful else {}
 
+    @eager
     def __call__(self, tree: Any, **options: Unpack[RunOptions]) -> Any:
         """Synchronise `tree` with the other ranks of the group; for stateless pipelines.
 
@@ -152,6 +155,7 @@ class Pipeline(Value):
             raise PipelineError(self._needs_state("called like a plain function"))
         return self.update(tree, None, **options)[0]
 
+    @eager
     def update(self, tree: Any, state: State | None, **options: Unpack[RunOptions]) -> tuple[Any, State]:
         """One step with explicit state: ``grads, state = pipeline.update(grads, state)``.
 
@@ -170,6 +174,7 @@ class Pipeline(Value):
 
         return run(self, tree, state, options)
 
+    @eager
     def start(self, tree: Any, state: State | None = None, **options: Unpack[RunOptions]) -> Pending:
         """Begin an `update` on the communication thread; ``tree, state = pending.wait()`` ends it.
 

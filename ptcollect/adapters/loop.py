@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
+from ptcollect.compiling import eager
 from ptcollect.dtypes import overwrite
 from ptcollect.errors import PipelineError
 from ptcollect.options import RunOptions
@@ -19,6 +20,7 @@ Parameters: TypeAlias = "torch.nn.Module | Mapping[str, Tensor] | Iterable[Tenso
 """A module, a dict by name, parameters, or what ``named_parameters()`` gives."""
 
 
+@eager
 def sync_grads(
     pipeline: Pipeline, module_or_params: Parameters, state: State | None = None, **options: Unpack[RunOptions]
 ) -> State:
@@ -67,6 +69,7 @@ def sync_grads(
     return state
 
 
+@eager
 def sync_params(
     pipeline: Pipeline, module_or_params: Parameters, state: State | None = None, **options: Unpack[RunOptions]
 ) -> State:

@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ptcollect.adapters.loop import Parameters, named, sync_params
 from ptcollect.arrivals import Arrivals
+from ptcollect.compiling import eager
 from ptcollect.engine import stream
 from ptcollect.errors import PipelineError
 from ptcollect.options import Options
@@ -136,6 +137,7 @@ class Overlap:
             for name, p in self._params.items()
         ]
 
+    @eager
     def wait(self) -> None:
         """Finish the step: then ``p.grad`` is a tensor with what the pipeline made of it; once after each backward.
 
@@ -184,6 +186,7 @@ class Overlap:
         else:
             self._abandon(f"{type(error).__name__}: {error}")
 
+    @eager
     def _arrived(self, name: str, grad: Tensor | None) -> None:
         if self._paused or grad is None:
             return

@@ -15,6 +15,7 @@ from ptcollect.comm import Comm
 from ptcollect.dtypes import accumulation_dtype, flat_view, fresh_copy, joined_flat, overwrite, split_flat
 from ptcollect.errors import PipelineError
 from ptcollect.pipeline import Pipeline, Transform, Wrapped
+from ptcollect.profiling import span
 from ptcollect.reducers.reducer import Reducer
 from ptcollect.state import State
 from ptcollect.tree import Leaves, Structure, flatten
@@ -169,15 +170,17 @@ class Undo:
 
 def _packed(bucket: Bucket, leaves: Leaves) -> Tensor:
     """The leaves of `bucket` as one flat tensor of their own (real) dtype."""
-    return joined_flat([leaves[path] for path in bucket.paths])
+    with span(f"pack {bucket.label}"):
+        return joined_flat([leaves[path] for path in bucket.paths])
 
 
 def _unpacked(flat: Tensor, bucket: Bucket, like: Leaves, *, into_leaves: bool) -> Leaves:
     """The leaves of `bucket` with the values in `flat`: views of it, or written over `like` itself."""
     leaves = [like[path] for path in bucket.paths]
-    results = split_flat(flat, leaves)
-    if into_leaves:
-        results = [overwrite(leaf, result) for leaf, result in zip(leaves, results, strict=True)]
+    with span(f"unpack {bucket.label}"):
+        results = split_flat(flat, leaves)
+        if into_leaves:
+            results = [overwrite(leaf, result) for leaf, result in zip(leaves, results, strict=True)]
     return dict(zip(bucket.paths, results, strict=True))
 
 

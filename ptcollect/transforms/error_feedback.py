@@ -13,6 +13,7 @@ from ptcollect.comm import Comm
 from ptcollect.dtypes import accumulation_dtype, fresh_copy, from_flat, restrided, wide_dtype
 from ptcollect.errors import PipelineError
 from ptcollect.pipeline import Pipeline, Transform, Wrapped, apply_settled
+from ptcollect.profiling import span
 from ptcollect.reducers.reducer import Reducer
 from ptcollect.state import State
 from ptcollect.transforms.shard import dims_of
@@ -105,7 +106,8 @@ class ErrorFeedback(Transform):
         booked: Leaves = {}
         inside = comm.replace(owned=True, residuals=booked)
         if comm.incoming is None:
-            given = {path: _corrected(leaf, before.get(path)) for path, leaf in tree.items()}
+            with span("error_feedback, add residuals"):
+                given = {path: _corrected(leaf, before.get(path)) for path, leaf in tree.items()}
         else:
             given = {path: before.get(path, leaf) for path, leaf in tree.items()}  # what the values will look like
 
