@@ -42,7 +42,7 @@ class Task:
     parent: _Join | None = None
     index: int = 0
     round: int = 0
-    """How many requests to the network it has made."""
+    """How many requests it has made in the present stage, for the present leaf."""
     request: Request[Any] | None = None
     """What it waits for, if that is not a fork."""
     join: _Join | None = None
@@ -143,8 +143,9 @@ class _Driver:
         if isinstance(request, Fork):
             self._start(task, request)
         elif isinstance(request, (Exchange, AllReduce, Arrival)):
-            task.request = request
-            task.round += not isinstance(request, Arrival)
+            before, task.request = task.request, request
+            same = before is not None and (before.stage, before.leaf) == (request.stage, request.leaf)
+            task.round = task.round + 1 if same else 1
             try:
                 self.posted.append((self.post(request, task), task))
             except Exception as error:
