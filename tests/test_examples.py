@@ -82,6 +82,14 @@ def test_ddp_hook():
     assert float(re.findall(r"any two parameters: (\S+)", output)[0]) <= 1e-5
 
 
+def test_overlap():
+    output = run(EXAMPLES / "overlap.py", GLOO_SOCKET_IFNAME="lo")
+    losses = [float(loss) for loss in re.findall(r"step \d+   loss on rank 0: (\S+)", output)]
+    assert len(losses) == 3
+    assert losses[-1] < losses[0]
+    assert "the same bits as sync_grads" in output
+
+
 def test_torch_func():
     output = run(EXAMPLES / "torch_func.py")
     assert 'chain(bucketize("25MiB"), all_to_all_avg()) on 2 ranks: loss on rank 0 0.0' in output
