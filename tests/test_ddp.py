@@ -27,6 +27,7 @@ import torch.distributed as dist
 from named_checks import TIMEOUT, collector, outcomes
 from tables import PIPELINES, Row
 from torch import Tensor, nn
+from torch.distributed._composable.replicate import replicate
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
@@ -1037,6 +1038,24 @@ def two_models_in_one_backward(rank: int, n: int, row: str, mode: str) -> None:
         for trio in (one, other):
             trio.compare()
             trio.descend()
+
+
+@check(2, row=("ring", "residuals"))
+def a_replicated_module_takes_the_hook(rank: int, n: int, row: str) -> None:
+    # torch's composable replicate is DDP behind a module of the same kind.
+    pipeline = {**ROWS, **STATEFUL}[row].pipeline
+    loop = seeded(Crossed)
+    model = replicate(copy.deepcopy(loop), bucket_cap_mb=CAP)
+    hook = pc.as_ddp_hook(pipeline, model)
+    model.register_comm_hook(None, hook)
+    state: Any = None
+    for step in range(4):
+        for each in (model, loop):
+            each.zero_grad()
+            squares(batch(step, rank, 3, 4))(each)
+        state = pc.sync_grads(pipeline, loop, state)
+        same(gradients(model), gradients(loop), f"step {step}")
+        same_state(hook.state, state, f"step {step}, state")
 
 
 @check(4, given=("ddp", "module"))
