@@ -32,8 +32,6 @@ class Arrivals:
         """The leaves that the call sets out with, the same on all ranks."""
         self.certain = certain
         """Whether all of them come on every rank; else the ranks compare at the end which ones did."""
-        self.by_tag = False
-        """Whether the call may send in an order that depends on when leaves arrive; see `schedule`."""
         self.used = self.expected
         """The leaves that came on some rank, once the call has ended."""
         self._here: Leaves = {}

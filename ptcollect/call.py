@@ -200,12 +200,8 @@ async def _streamed(
     if not pipeline.streams:
         used = await _used(arrivals, comm)
         return await pipeline.apply(arrivals.exactly(used), state, comm)
-    if arrivals.by_tag:  # the ranks compare what came while the last buckets travel
-        (out, new_state), used = await comm.fork([pipeline.apply(leaves, state, streaming), _used(arrivals, comm)])
-    else:
-        out, new_state = await pipeline.apply(leaves, state, streaming)
-        used = await _used(arrivals, comm)
-    if used == arrivals.expected:
+    out, new_state = await pipeline.apply(leaves, state, streaming)
+    if await _used(arrivals, comm) == arrivals.expected:
         return out, new_state
     return await pipeline.apply(arrivals.exactly(arrivals.used), state, comm)
 

@@ -179,8 +179,6 @@ class Lane:
         self, pipeline: Pipeline, tree: Any, state: State | None, options: Options, arrivals: Arrivals | None
     ) -> tuple[Any, State]:
         by_tag = arrivals is not None and self._matches_by_tag and _exchanges_only(pipeline)
-        if arrivals is not None:
-            arrivals.by_tag = by_tag
         steps: Any = drive(call(pipeline, tree, state, self.place, options, arrivals), self._post, by_tag=by_tag)
         waited: bool | None = None
         try:
