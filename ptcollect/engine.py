@@ -188,6 +188,7 @@ class Lane:
                     waited = self._wait_beside(posted, arrivals)
                 else:
                     waited = self._wait(posted)
+                del posted  # it holds what was sent
         except StopIteration as end:
             result: tuple[Any, State] = end.value
             return result

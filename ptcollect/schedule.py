@@ -117,6 +117,8 @@ class _Driver:
                     self.ready.append((task, None, error))
                 else:
                     self.ready.append((task, answer, None))
+                    del answer
+                del handle  # it holds what was sent, and the next bucket is about to be packed
         finally:
             self._close(self.main)
 
