@@ -245,7 +245,9 @@ class Lane:
             )
         if note.call < self.calls and isinstance(request, Exchange) and request.control:
             return _EarlierFailureError()
-        return PeerLostError(f"{note.who} failed: {note.why} ({text})")
+        error = PeerLostError(f"{note.who} failed: {note.why} ({text})")
+        error.left_word = True
+        return error
 
     def _drop(self, why: str) -> None:
         for private in self.private.values():

@@ -43,6 +43,9 @@ class PeerLostError(PtcollectError):
     True
     """
 
+    left_word = False
+    """Whether the peer said why it failed, and so was alive."""
+
 
 class NonFiniteError(PtcollectError):
     """A value that must be finite is not.
