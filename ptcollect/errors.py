@@ -43,8 +43,8 @@ class PeerLostError(PtcollectError):
     True
     """
 
-    left_word = False
-    """Whether the peer said why it failed, and so was alive."""
+    gone = False
+    """Whether the peer left no word of a failure: no later call with it can be expected to work."""
 
 
 class NonFiniteError(PtcollectError):

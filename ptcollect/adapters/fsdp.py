@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ptcollect.arrivals import at_end_of_backward
 from ptcollect.errors import PeerLostError, PipelineError, TreeMismatchError
-from ptcollect.options import Options, RunOptions
+from ptcollect.options import Options
 from ptcollect.partition import Partition
 from ptcollect.pipeline import Pipeline, Wrapped
 from ptcollect.reducers.reducer import Reducer
@@ -138,8 +138,8 @@ class FSDPHook:
         check: Literal["every_step", "first", "off"],
     ) -> None:
         self.pipeline = pipeline
-        self.options: RunOptions = {"group": group, "check": check}
-        Options.read(self.options)
+        self.group, self.check = group, check
+        Options.read({"group": group, "check": check})
         self.state: State = {}
         """The pipeline's state, of the leaf ``"shard"``; empty before the first call."""
         self._like: tuple[int, torch.dtype] | None = None
@@ -166,7 +166,7 @@ class FSDPHook:
             with torch.no_grad():
                 self._sync(shard)
         except Exception as error:
-            gone = isinstance(error, PeerLostError) and not error.left_word
+            gone = isinstance(error, PeerLostError) and error.gone
             if gone or torch._C._current_graph_task_id() == -1:
                 raise
             # Raised here, it would stop this rank's part in the collectives that its backward pass still has before it,
@@ -180,7 +180,7 @@ class FSDPHook:
         tree = {"shard": shard}
         state = self.state or self.pipeline.init(tree)
         try:
-            result, state = self.pipeline.update(tree, state, donate=not strange, **self.options)
+            result, state = self.pipeline.update(tree, state, group=self.group, check=self.check, donate=not strange)
         except Exception as error:
             if strange and not isinstance(error, (TreeMismatchError, PeerLostError)):
                 raise PipelineError(strange) from error
