@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import io
+import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import oracle
@@ -328,6 +330,66 @@ def parameters_used_on_one_replica_only(rank: int, n: int) -> None:
         loss_of(sharded.model, batch(0, rank)).backward()
         with pytest.raises(pc.TreeMismatchError, match=r"leaf 'shard': rank 0 .*has \(\d+,\) float32, rank 1"):
             loss_of(sharded.model, batch(0, rank), more=rank // 2 == 1).backward()
+
+
+PAGE = Path(__file__).parents[1] / "docs" / "meshes.md"
+
+
+@check(4)
+def the_page_trains_as_one_process_and_skips_what_is_not_finite(rank: int, n: int) -> None:
+    parts = re.split(r"^###? (.*)\n", PAGE.read_text(), flags=re.MULTILINE)[1:]
+    code = {
+        title: "\n".join(re.findall(r"^```python\n(.*?)^```$", body, flags=re.MULTILINE | re.DOTALL))
+        for title, body in zip(parts[::2], parts[1::2], strict=True)
+    }
+    page: dict[str, Any] = {"torch": torch, "dist": dist, "pc": pc, "init_device_mesh": init_device_mesh}
+
+    def run(title: str) -> None:
+        exec(
+            compile(
+                code[title].replace("(1, 1)", "(2, 2)").replace("dist.destroy_process_group()", ""), str(PAGE), "exec"
+            ),
+            page,
+        )
+
+    def apart() -> float:
+        return max(
+            float((p.full_tensor() - q).detach().abs().max())
+            for p, q in zip(page["model"].parameters(), alone.parameters(), strict=True)
+        )
+
+    run("Hybrid sharding with FSDP2")
+    everything = gathered((page["inputs"], page["targets"]))
+    torch.manual_seed(0)
+    alone = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1)).double()
+    optimizer = torch.optim.SGD(alone.parameters(), lr=0.1)
+    inputs, targets = (torch.cat(numbers).double() for numbers in zip(*everything, strict=True))
+
+    def step_alone(times: int) -> None:
+        optimizer.zero_grad()
+        (times * nn.functional.mse_loss(alone(inputs), targets)).backward()
+        optimizer.step()
+
+    step_alone(1)
+    assert apart() < 1e-3, apart()  # what int8 rounds in a step of 0.1
+    run("Accumulation")
+    step_alone(2)
+    assert apart() < 2e-3, apart()
+    run("Checkpoints")
+    run("A step that went wrong")
+    step_alone(1)
+    assert apart() < 3e-3, apart()
+
+    before = {name: hook.state_dict() for name, hook in page["hooks"].items()}
+    good = page["inputs"]
+    page["inputs"] = good * float("nan") if rank == 1 else good
+    run("A step that went wrong")
+    assert apart() < 3e-3, apart()
+    same({name: hook.state_dict() for name, hook in page["hooks"].items()}, before)
+    page["inputs"] = good
+    run("A step that went wrong")
+    step_alone(1)
+    assert apart() < 4e-3, apart()
 
 
 @pytest.mark.parametrize("name", CHECKS)

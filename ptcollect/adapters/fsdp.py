@@ -50,6 +50,11 @@ def as_fsdp_hook(
     Backward passes under ``set_requires_gradient_sync(False)`` do not call it, those under
     ``set_requires_all_reduce(False)`` do.
 
+    Errors of the pipeline come out of ``backward()`` with their type, on the replicas of that part. They come when the
+    pass has ended, so that ranks of other parts are not left waiting; its gradients are void, and the next step can be
+    taken once all ranks know. Only the `PeerLostError` of a peer that left no word comes at once, in the middle of
+    FSDP's work, which ``reset_iter_state()`` clears.
+
     Args:
         pipeline: must end with the same bits on all ranks and treat every number, block or bucket alone.
         group: the replicas, without the dim that FSDP shards on: ``mesh["replicate"]``, or a process group. Of a mesh
@@ -63,11 +68,6 @@ def as_fsdp_hook(
         PipelineError: the pipeline reaches no consensus, works on parameters, or needs the parameters' names, shapes or
             the whole tree.
         TypeError: `group` is None or no group.
-
-    While running, errors of the pipeline come out of ``backward()`` with their type, on the replicas of that part. They
-    come when the pass has ended, so that ranks of other parts are not left waiting, and the next step can be taken once
-    all ranks know. The `PeerLostError` of a peer that left no word comes at once, and FSDP then needs
-    ``reset_iter_state()``.
 
     Source: Zhao et al. 2023, PyTorch FSDP: experiences on scaling fully sharded data parallel, section 3.2.2 (hybrid
     sharding).
