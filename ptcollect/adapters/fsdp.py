@@ -53,7 +53,8 @@ def as_fsdp_hook(
     Errors of the pipeline come out of ``backward()`` with their type, on the replicas of that part. They come when the
     pass has ended, so that ranks of other parts are not left waiting; its gradients are void, and the next step can be
     taken once all ranks know. Only the `PeerLostError` of a peer that left no word comes at once, in the middle of
-    FSDP's work, which ``reset_iter_state()`` clears.
+    FSDP's work. Start all ranks again then: in torch 2.13 FSDP's ``reset_iter_state()`` leaves gradients of that pass
+    behind, which the next one adds to its own.
 
     Args:
         pipeline: must end with the same bits on all ranks and treat every number, block or bucket alone.
