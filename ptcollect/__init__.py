@@ -7,6 +7,7 @@
 
 from ptcollect import codecs
 from ptcollect.adapters.ddp import as_ddp_hook
+from ptcollect.adapters.fsdp import as_fsdp_hook
 from ptcollect.adapters.loop import sync_grads, sync_params
 from ptcollect.adapters.overlap import Overlap, overlap
 from ptcollect.chain import chain
@@ -58,6 +59,7 @@ __all__ = [
     "all_reduce",
     "all_to_all_avg",
     "as_ddp_hook",
+    "as_fsdp_hook",
     "broadcast",
     "bucketize",
     "chain",

@@ -241,9 +241,11 @@ class Lane:
         """The error for a transfer that failed: what a peer left word of, or else what the network said."""
         note = self.private[members.axis].read_note() if members.axis in self.private else None
         if note is None:
-            return PeerLostError(
+            error = PeerLostError(
                 f"{text}; that rank may have exited, been killed, or been silent for longer than the timeout"
             )
+            error.gone = True
+            return error
         if note.call < self.calls and isinstance(request, Exchange) and request.control:
             return _EarlierFailureError()
         return PeerLostError(f"{note.who} failed: {note.why} ({text})")

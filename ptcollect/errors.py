@@ -43,6 +43,9 @@ class PeerLostError(PtcollectError):
     True
     """
 
+    gone = False
+    """Whether the peer left no word of a failure: no later call with it can be expected to work."""
+
 
 class NonFiniteError(PtcollectError):
     """A value that must be finite is not.

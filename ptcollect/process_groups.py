@@ -112,10 +112,12 @@ class PrivateGroup:
             self.gloo: Any = dist.ProcessGroupGloo(self.store, members.rank, members.size, self.timeout)
         except RuntimeError as error:
             self.write_note(0, members.named(members.rank), "found no connection")
-            raise PeerLostError(
+            lost = PeerLostError(
                 f"{members.named(members.rank)} found no connection to all {members.size} ranks of the group within "
                 f"{self.timeout.total_seconds():g} s: {str(error).splitlines()[0]}; did every rank make this call?"
-            ) from None
+            )
+            lost.gone = True
+            raise lost from None
         # Anything but gloo also gets a group of its own for tensors on its devices; gloo carries the agreement.
         native = dist.get_backend(members.group) != "gloo"
         self.device_group = (

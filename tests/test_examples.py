@@ -113,6 +113,20 @@ def test_token_weights():
     assert "sent in each step: 816 bytes" in output  # 12 * 8 + 8 * 12 + 12 numbers of 4 bytes: half of them twice
 
 
+@pytest.mark.parametrize("how", ["itself", "torchrun"])
+def test_hsdp_mesh(how):
+    start_it = (*TORCHRUN[:-1], "4") if how == "torchrun" else ()
+    output = run(*start_it, EXAMPLES / "hsdp_mesh.py", GLOO_SOCKET_IFNAME="lo", OMP_NUM_THREADS="1")
+    assert output.count("one process on all the data") == 1
+    assert "chain(bucketize(), ring_reduce()) on 2 replicas of 2 shards" in output
+    dense, compressed = map(float, re.findall(r"any two parameters: (\S+)", output))
+    assert dense <= 1e-5
+    assert 1e-5 < compressed <= 5e-3
+    # A half of 32 * 16 + 32 numbers, and of 2 * 32 + 2 with the zeros that fill them up: 272 + 33, half of them twice.
+    # In int8 one byte each, and a scale of 4 bytes for each half of either module.
+    assert re.findall(r"in each step: (\d+) bytes", output) == ["1220", "321"]
+
+
 def test_lightning_ddp():
     pytest.importorskip("lightning")
     # Lightning 2.6 uses a class of torch's pytrees that 2.13 deprecates.
