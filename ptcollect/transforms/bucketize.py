@@ -36,8 +36,8 @@ def bucketize(cap: int | str = DEFAULT_CAP, *, order: str = "reverse") -> Bucket
     leaf is in exactly one bucket.
 
     Args:
-        cap: most bytes in a bucket of several leaves, an int or text such as ``"25MiB"`` or ``"500KB"``. Smaller buckets
-            leave earlier under `overlap` and DDP, larger ones cost fewer rounds.
+        cap: most bytes in a bucket of several leaves, an int or text such as ``"25MiB"`` or ``"500KB"``. Small ones
+            leave earlier under `overlap` and DDP, large ones cost fewer rounds.
         order: ``"reverse"`` or ``"forward"`` in natural order of the paths (``layers.2`` before ``layers.10``).
 
     Returns:
