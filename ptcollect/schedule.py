@@ -178,7 +178,7 @@ class _Driver:
         return child
 
     def _finish(self, task: Task, value: Any) -> None:
-        task.closed = True
+        task.closed, task.request = True, None  # a request holds what was sent
         join = task.parent
         if join is None:
             self.outcome.append(value)
