@@ -1009,7 +1009,7 @@ def parameters_that_never_come_are_named_in_time(rank: int, n: int) -> None:
     model = seeded(Branches)
     parent = nn.ModuleList([model, nn.Linear(2, 2)])
     ddp = DistributedDataParallel(model, bucket_cap_mb=CAP, static_graph=True)
-    group = dist.new_group(timeout=timedelta(seconds=1))
+    group = dist.new_group(timeout=timedelta(seconds=3))
     ddp.register_comm_hook(None, pc.as_ddp_hook(CLIPPED.pipeline, parent, group=group))
     with pytest.raises(pc.PeerLostError, match=r"no gradient of '1.weight' and 1 more arrived.*give the DDP module"):
         squares(batch(0, rank, 3, 4), range(5))(ddp)
