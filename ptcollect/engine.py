@@ -56,7 +56,11 @@ def stream(
     """Perform one call on the communication thread, on leaves that a backward pass delivers meanwhile."""
     read = Options.read(options)
     tree = {path: like if path in arrivals.expected else None for path, like in arrivals.like.items()}
-    return _lane(pipeline, read).submit(lambda lane: lane.perform(pipeline, tree, state, read, arrivals))
+    lane = _lane(pipeline, read)
+    lane.streams.append(arrivals)
+    job = lane.submit(lambda lane: lane.perform(pipeline, tree, state, read, arrivals))
+    job.add_done_callback(lambda _: lane.streams.remove(arrivals))
+    return job
 
 
 _lanes: dict[Any, Lane] = {}
@@ -93,6 +97,7 @@ class Lane:
         self.generations: dict[str | None, int] = {}
         self.calls = 0
         self.works: set[_Posted] = set()
+        self.streams: list[Arrivals] = []  # of calls that are queued or under way
         self._lock = threading.Lock()  # held by whoever performs a call
         self._jobs: queue.SimpleQueue[tuple[Callable[[Lane], Any], Future[Any]]] = queue.SimpleQueue()
         self._performer: int | None = None  # the thread that performs a call
@@ -105,6 +110,11 @@ class Lane:
 
     def run(self, job: Callable[[Lane], Any]) -> Any:
         """Perform `job` after everything submitted before it."""
+        if any(arrivals.open and not arrivals.broke_off for arrivals in list(self.streams)):
+            raise PipelineError(
+                "a pipeline was called while gradients of the same group are still expected from backward, and would "
+                "wait for them forever; call handle.wait() of overlap first, or use another group"
+            )
         with self._count_lock:
             busy = self._queued > 0
         if self._performer == threading.get_ident():

@@ -204,6 +204,17 @@ def a_second_backward_without_wait_is_an_error(rank: int, n: int) -> None:
     handle.remove()
 
 
+@check(2)
+def a_call_before_wait_is_an_error_and_not_a_wait(rank: int, n: int) -> None:
+    # The call would wait for the unused branch, which only handle.wait() can declare missing.
+    pair = Pair(PIPELINES["ring"])
+    pair.backward(lambda net: net(batch(0, rank), (0,)))
+    with pytest.raises(pc.PipelineError, match=r"still expected from backward.*call handle.wait\(\)"):
+        pc.ring_reduce()(torch.ones(1))
+    pair.compare()
+    assert pc.ring_reduce(op="sum")(torch.ones(1)).item() == n
+
+
 class Boom(Exception):  # noqa: N818
     pass
 
