@@ -1,0 +1,1 @@
+"""What `python -m ptcollect` offers, one file a command."""
