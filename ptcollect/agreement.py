@@ -1,10 +1,11 @@
 """Agreement before traffic: no rank sends a tensor before all ranks know that they brought the same call.
 
-Each rank has a fixed-size record: a digest of all that must be equal, and a flag. Records go round by dissemination, in
-ceil(log2 n) rounds of one send and one receive: in round k a rank hears from the rank 2**k to its left, compares
-digests, and passes on whether it has seen a difference. After round k it has covered the 2**(k+1) ranks up to itself,
-so at the end every rank knows whether all agree. Only if they do not, the ranks exchange full descriptions and all
-raise the same error.
+Each rank has a fixed-size record: a digest of all that must be equal, and a flag. Few ranks send it to each other in
+one round. The call goes on meanwhile, packing and encoding; its first message waits for the records (`Agreement` is the
+gate of its comm). Many ranks pass records round by dissemination, in ceil(log2 n) rounds of one send and one receive:
+in round k a rank hears from the rank 2**k to its left, compares digests, and passes on whether it has seen a
+difference. After round k it has covered the 2**(k+1) ranks up to itself, so at the end every rank knows whether all
+agree. Only if they do not, the ranks exchange full descriptions and all raise the same error.
 
 Source: Hensgen, Finkel and Manber 1988, Two algorithms for barrier synchronization, section 3.
 """
@@ -13,17 +14,20 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ptcollect.comm import Comm
+from ptcollect.comm import Comm, Exchange, Packet
 from ptcollect.errors import PeerLostError, TreeMismatchError
 from ptcollect.tree import sorted_paths
 
 RECORD = 64  # bytes: 16 of digest, 1 of flag, the rest left for later
+FEW = 16
+"""Up to so many ranks send their records to each other: one round instead of log2 n, but n-1 messages."""
 
 
 @dataclass(frozen=True)
@@ -48,22 +52,62 @@ class Description:
     """Which rank this is, for messages."""
 
 
-async def agree(digest: bytes, describe: Callable[[], Description], comm: Comm) -> list[Description] | None:
-    """Compare `digest` with every other rank's; ``None`` if all are equal, and else what all ranks describe, in order.
+class DisagreementError(Exception):
+    """Some rank brought something else; never leaves a call."""
 
-    On a mesh the dims are taken in turn, so that in the end every rank of the mesh has heard of every other.
+
+class Agreement:
+    """The records of all ranks, on their way; the gate of what must not be sent before they are equal."""
+
+    def __init__(self, digest: bytes, ticket: Any, comm: Comm) -> None:
+        self.open = False
+        self._digest = digest
+        self._ticket = ticket
+        self._comm = comm
+
+    async def passed(self) -> None:
+        """Wait for the records.
+
+        Raises:
+            DisagreementError: not all are equal; every rank gets it.
+        """
+        records = await self._comm.end(self._ticket)
+        if _differ(records, self._digest):
+            raise DisagreementError
+        self.open = True
+
+
+async def begin(digest: bytes, comm: Comm) -> Agreement | None:
+    """Send this rank's record without waiting for the others'; ``None`` where they need several rounds.
 
     Args:
         digest: 16 bytes that are equal only if everything that must agree is.
-        describe: what they stand for; called only if some rank's differ.
         comm: this rank's place.
+    """
+    if len(comm.axes) > 1 or any(axis.size > FEW for axis in comm.axes.values()):
+        return None
+    comm = comm.on_axis(None, "agreement")
+    return Agreement(digest, await comm.begin(_to_all(_record(digest, False), comm)), comm)
+
+
+async def agree(digest: bytes, comm: Comm) -> bool:
+    """Whether every rank has the same `digest`; the same answer on all of them.
+
+    On a mesh the dims are taken in turn, so that in the end every rank of the mesh has heard of every other.
     """
     differs = False
     for axis in comm.axes:
-        differs = await _disseminate(digest, differs, comm.on_axis(axis, "agreement"))
-    if not differs:
-        return None
-    described = [describe()]
+        on_axis = comm.on_axis(axis, "agreement")
+        if on_axis.size > FEW:
+            differs = await _disseminate(digest, differs, on_axis)
+        else:
+            differs |= _differ(await _to_all(_record(digest, differs), on_axis), digest)
+    return not differs
+
+
+async def describe_all(mine: Description, comm: Comm) -> list[Description]:
+    """What all ranks describe, in order."""
+    described = [mine]
     for axis in comm.axes:
         lists = await gather_bytes(
             json.dumps([asdict(each) for each in described]).encode(), comm.on_axis(axis, "agreement")
@@ -76,15 +120,27 @@ async def agree(digest: bytes, describe: Callable[[], Description], comm: Comm) 
     return described
 
 
+def _record(digest: bytes, differs: bool) -> Tensor:
+    return _to_tensor(digest + bytes([differs]) + bytes(RECORD - len(digest) - 1))
+
+
+def _to_all(record: Tensor, comm: Comm) -> Exchange:
+    others = [peer for peer in range(comm.size) if peer != comm.rank]
+    return comm.exchange_bytes(dict.fromkeys(others, record), dict.fromkeys(others, RECORD))
+
+
+def _differ(received: Mapping[int, Packet], digest: bytes) -> bool:
+    records = [_to_bytes(packet.data) for packet in received.values()]
+    return any(bool(record[len(digest)]) or record[: len(digest)] != digest for record in records)
+
+
 async def _disseminate(digest: bytes, differs: bool, comm: Comm) -> bool:
     n, rank = comm.size, comm.rank
     distance = 1
     while distance < n:
-        record = _to_tensor(digest + bytes([differs]) + bytes(RECORD - len(digest) - 1))
         source = (rank - distance) % n
-        received = await comm.exchange_bytes({(rank + distance) % n: record}, {source: RECORD})
-        theirs = _to_bytes(received[source].data)
-        differs = differs or bool(theirs[len(digest)]) or theirs[: len(digest)] != digest
+        received = await comm.exchange_bytes({(rank + distance) % n: _record(digest, differs)}, {source: RECORD})
+        differs = differs or _differ(received, digest)
         distance *= 2
     return differs
 

@@ -15,11 +15,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ptcollect.agreement import Description, agree, any_of, gather_numbers, settle
+from ptcollect.agreement import (
+    Agreement,
+    Description,
+    DisagreementError,
+    agree,
+    any_of,
+    begin,
+    describe_all,
+    gather_numbers,
+    settle,
+)
 from ptcollect.arrivals import Arrivals
 from ptcollect.chain import Chain
 from ptcollect.comm import Axis, Comm
 from ptcollect.dtypes import fresh_copy
+from ptcollect.errors import PeerLostError
 from ptcollect.maps import scaled
 from ptcollect.options import Options, check_weight
 from ptcollect.pipeline import Pipeline, apply_settled
@@ -68,20 +79,58 @@ async def call(
             await _report(error, _Brought(pipeline, 0, {}, (), place, options), comm)
         raise
     step = state.get("step", 0)
-    if checks:
-        found = leaves | await _agreed(_Brought(pipeline, step, leaves, structure.paths, place, options), comm)
-        leaves = {path: found[path] for path in structure.paths if path in found}
-    comm = comm.replace(step=step, structure=structure, owned=options.donate and _apart(leaves))
-    stages = {name: value for name, value in state.items() if name != "step"}
-    if arrivals is not None:
-        out, stages = await _streamed(pipeline, leaves, stages, comm, arrivals)
-    elif options.weight is not None:
-        out, stages = await _weighted(pipeline, leaves, stages, comm, options.weight)
+    mine = _Brought(pipeline, step, leaves, structure.paths, place, options)
+    job = _Job(pipeline, {name: value for name, value in state.items() if name != "step"}, options, arrivals)
+    inside = comm.replace(step=step, structure=structure, owned=options.donate and _apart(leaves))
+    # What is donated may be overwritten before the records are in, and then nothing could be filled in and done again.
+    agreement = await begin(mine.digest(), comm) if checks and not options.donate else None
+    if agreement is not None:
+        out, stages = await _agreeing(mine, job, inside, agreement, comm)
     else:
-        out, stages = await pipeline.apply(leaves, stages, comm)
+        if checks and not await agree(mine.digest(), comm):
+            leaves = await _settled(mine, comm)
+        place.last_failed = place.last_failed and not checks  # every rank knows by now
+        out, stages = await job.on(leaves, inside)
     if not options.donate and not pipeline.fresh and arrivals is None:
         out = _private(out, leaves)
     return structure.unflatten(out), {"step": step + 1, **stages} if pipeline.stateful else {}
+
+
+@dataclass(frozen=True)
+class _Job:
+    """What there is to do once the ranks agree."""
+
+    pipeline: Pipeline
+    state: State
+    options: Options
+    arrivals: Arrivals | None
+
+    async def on(self, leaves: Leaves, comm: Comm) -> tuple[Leaves, State]:
+        if self.arrivals is not None:
+            return await _streamed(self.pipeline, leaves, self.state, comm, self.arrivals)
+        if self.options.weight is not None:
+            return await _weighted(self.pipeline, leaves, self.state, comm, self.options.weight)
+        return await self.pipeline.apply(leaves, self.state, comm)
+
+
+async def _agreeing(mine: _Brought, job: _Job, inside: Comm, agreement: Agreement, comm: Comm) -> tuple[Leaves, State]:
+    """Do what can be done before the records are in; if they differ, nothing has been sent."""
+    outcome: tuple[Leaves, State] | Exception
+    try:
+        outcome = await job.on(mine.leaves, inside.replace(gate=agreement))
+    except PeerLostError:
+        raise
+    except Exception as error:  # a stage's own; whether the ranks agree comes first
+        outcome = error
+    try:
+        if not agreement.open:
+            await agreement.passed()
+    except DisagreementError:
+        return await job.on(await _settled(mine, comm), inside)
+    mine.place.last_failed = False  # every rank knows by now
+    if isinstance(outcome, Exception):
+        raise outcome
+    return outcome
 
 
 def _must_check(pipeline: Pipeline, place: Place, options: Options) -> bool:
@@ -152,26 +201,27 @@ def _described(path: str, leaf: Tensor | None) -> tuple[str, list[int] | None, s
 
 async def _report(error: Exception, mine: _Brought, comm: Comm) -> None:
     """Tell all ranks that this one cannot take part; its digest is equal to no other's."""
-    await agree(fingerprint(f"{mine.place.name} failed: {error}"), lambda: mine.describe(error), comm)
+    await agree(fingerprint(f"{mine.place.name} failed: {error}"), comm)
+    await describe_all(mine.describe(error), comm)
     mine.place.last_failed = False
     mine.place.unanimous = error
 
 
-async def _agreed(mine: _Brought, comm: Comm) -> Leaves:
-    """Return the zeros that fill this rank's missing leaves, or raise on every rank."""
-    everyone = await agree(mine.digest(), mine.describe, comm)
+async def _settled(mine: _Brought, comm: Comm) -> Leaves:
+    """This rank's leaves with zeros for those that only others have, or raise on every rank."""
+    everyone = await describe_all(mine.describe(), comm)
     mine.place.last_failed = False  # every rank knows by now
-    if everyone is None:
-        return {}
     try:
         wanted = settle(everyone, mine.describe())
     except Exception as error:
         mine.place.unanimous = error
         raise
     device = next((leaf.device for leaf in mine.leaves.values()), torch.device("cpu"))
-    return {
+    zeros = {
         path: torch.zeros(shape, dtype=getattr(torch, dtype), device=device) for path, (shape, dtype) in wanted.items()
     }
+    found = mine.leaves | zeros
+    return {path: found[path] for path in mine.paths if path in found}
 
 
 def _check_weight(pipeline: Pipeline, options: Options) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Awaitable, Callable, Coroutine, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Generic, Literal, TypeVar
+from typing import Any, ClassVar, Generic, Literal, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -46,9 +46,21 @@ class Packet:
     numel: int
 
 
+class Gate(Protocol):
+    """What must be known before anything is sent."""
+
+    open: bool
+
+    async def passed(self) -> None:
+        """Wait until it is known; raises if nothing may be sent."""
+
+
 @dataclass(eq=False)
 class Request(Generic[T]):
     """Something a coroutine asks for by ``await``; made by the methods of `Comm`."""
+
+    gated: ClassVar[bool] = False
+    """Whether it waits for the gate of its comm."""
 
     made_at: tuple[str, int, str]
     """File, line and function where it was made, for errors."""
@@ -56,6 +68,7 @@ class Request(Generic[T]):
     leaf: str
     stage: str
     outstanding: list[Request[Any]] = field(repr=False)
+    gate: Gate | None = field(repr=False)
 
     def __post_init__(self) -> None:
         self.outstanding.append(self)
@@ -68,12 +81,16 @@ class Request(Generic[T]):
     def __await__(self) -> Generator[Request[T], T, T]:
         if self in self.outstanding:
             self.outstanding.remove(self)
+        if self.gated and self.gate is not None and not self.gate.open:
+            yield from self.gate.passed().__await__()
         return (yield self)
 
 
 @dataclass(eq=False)
 class Exchange(Request["dict[int, Packet]"]):
     """One batch of sends and receives, at most one of each per peer."""
+
+    gated = True
 
     send: Mapping[int, Packet]
     receive: Mapping[int, tuple[int, int]]
@@ -89,7 +106,23 @@ class Exchange(Request["dict[int, Packet]"]):
 class AllReduce(Request[Tensor]):
     """The process group's own all-reduce (sum) of `tensor`, in place."""
 
+    gated = True
+
     tensor: Tensor
+
+
+@dataclass(eq=False)
+class Begin(Request[Any]):
+    """Make the request `exchange` and go on; answers with a ticket for `End`."""
+
+    exchange: Exchange
+
+
+@dataclass(eq=False)
+class End(Request["dict[int, Packet]"]):
+    """What was received by an exchange that has begun; any number of coroutines may ask."""
+
+    ticket: Any
 
 
 @dataclass(eq=False)
@@ -144,6 +177,8 @@ class Comm:
         """Whether the tensors handed down belong to the pipeline, which may then overwrite them."""
         self.incoming: Callable[[Sequence[str], Comm], Awaitable[Leaves]] | None = None
         """Where the values of leaves come from while backward still runs; ``None``: the tree has them."""
+        self.gate: Gate | None = None
+        """What must be known before anything is sent; ``None``: nothing."""
         self.stage = ""
         self.leaf = ""
         self.scope = ""
@@ -299,6 +334,15 @@ class Comm:
         sizes = {peer: (size, size) for peer, size in recv.items()}
         return Exchange(*self._about(), packets, sizes, torch.device("cpu"), {}, control=True)
 
+    def begin(self, exchange: Exchange) -> Begin:
+        """Post an exchange without waiting for it; ``await`` gives a ticket for `end`."""
+        exchange.outstanding.remove(exchange)
+        return Begin(*self._about(), exchange)
+
+    def end(self, ticket: Any) -> End:
+        """Wait for an exchange that `begin` has posted."""
+        return End(*self._about(), ticket)
+
     def all_reduce(self, x: Tensor, op: Literal["sum"] = "sum") -> AllReduce:
         """The native collective: ``await`` gives `x` summed over the ranks, in place, in `x`'s dtype."""
         if op != "sum":
@@ -326,8 +370,8 @@ class Comm:
             raise PipelineError(f"{self.stage or 'a transform'} used the codec of a comm that is not for one leaf")
         return self.codec
 
-    def _about(self) -> tuple[tuple[str, int, str], str | None, str, str, list[Request[Any]]]:
-        return _caller(), self.axis, self.leaf, self.stage, self._outstanding
+    def _about(self) -> tuple[tuple[str, int, str], str | None, str, str, list[Request[Any]], Gate | None]:
+        return _caller(), self.axis, self.leaf, self.stage, self._outstanding, self.gate
 
 
 def _shown(place: tuple[str, int, str]) -> str:

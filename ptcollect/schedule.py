@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from ptcollect.comm import AllReduce, Arrival, Exchange, Fork, Request
+from ptcollect.comm import AllReduce, Arrival, Begin, End, Exchange, Fork, Request
 from ptcollect.errors import PipelineError
 
 IN_FLIGHT = 4
@@ -29,7 +29,7 @@ class Handle(Protocol):
     """A posted request."""
 
     def result(self) -> Any:
-        """The answer, or raises; called once, when the driver says that it is there."""
+        """The answer, or raises; called when the driver says that it is there, again for whoever else asks."""
 
 
 @dataclass(eq=False)
@@ -145,13 +145,18 @@ class _Driver:
         if isinstance(request, Fork):
             self._start(task, request)
         elif isinstance(request, (Exchange, AllReduce, Arrival)):
-            before, task.request = task.request, request
-            same = before is not None and (before.stage, before.leaf) == (request.stage, request.leaf)
-            task.round = task.round + 1 if same else 1
             try:
-                self.posted.append((self.post(request, task), task))
+                self.posted.append((self._posted(request, task), task))
             except Exception as error:
                 self.ready.append((task, None, error))
+        elif isinstance(request, Begin):
+            try:
+                self.ready.append((task, self._posted(request.exchange, task), None))
+            except Exception as error:
+                self.ready.append((task, None, error))
+        elif isinstance(request, End):
+            task.request = request
+            self.posted.append((request.ticket, task))
         else:
             where = innermost_line(task.coroutine)
             misuse = PipelineError(
@@ -159,6 +164,12 @@ class _Driver:
                 "comm.all_reduce, comm.fork and its own coroutines, nothing of asyncio or torch"
             )
             self.ready.append((task, None, misuse))
+
+    def _posted(self, request: Request[Any], task: Task) -> Handle:
+        before, task.request = task.request, request
+        same = before is not None and (before.stage, before.leaf) == (request.stage, request.leaf)
+        task.round = task.round + 1 if same else 1
+        return self.post(request, task)
 
     def _start(self, task: Task, fork: Fork) -> None:
         children = deque(Task(child, self.tags + i, index=i) for i, child in enumerate(fork.children))

@@ -238,16 +238,22 @@ class _WaitingForMail(_Waiting):
         super().__init__(network, request, task)
         self.receive = request.receive
         self.places = request.places
+        self.received: dict[int, Packet] | None = None
         self.boxes = {peer: (row, peer, me, task.tag) for peer, (_, size) in request.receive.items() if size}
 
     def ready(self) -> bool:
-        return all(self.network.mail[box] for box in self.boxes.values())
+        return self.received is not None or all(self.network.mail[box] for box in self.boxes.values())
 
     def describe(self) -> str:
         silent = [f"rank {peer}" for peer, box in self.boxes.items() if not self.network.mail[box]]
         return f"{', '.join(silent)} {self._where()}"
 
     def result(self) -> dict[int, Packet]:
+        if self.received is None:
+            self.received = self._taken()
+        return self.received
+
+    def _taken(self) -> dict[int, Packet]:
         received = {}
         for peer, (numel, size) in self.receive.items():
             data = self.network.mail[self.boxes[peer]].popleft().data if size else torch.empty(0, dtype=torch.uint8)
