@@ -23,6 +23,7 @@ from ptcollect.piecewise import piecewise
 from ptcollect.pipeline import Pipeline, Transform
 from ptcollect.reducers.all_gather import all_gather_avg
 from ptcollect.reducers.all_to_all import all_to_all_avg
+from ptcollect.reducers.auto import auto_reduce
 from ptcollect.reducers.broadcast import broadcast
 from ptcollect.reducers.gather import gather_avg
 from ptcollect.reducers.native import all_reduce
@@ -60,6 +61,7 @@ __all__ = [
     "all_to_all_avg",
     "as_ddp_hook",
     "as_fsdp_hook",
+    "auto_reduce",
     "broadcast",
     "bucketize",
     "chain",

@@ -30,7 +30,7 @@ from ptcollect.arrivals import Arrivals
 from ptcollect.chain import Chain
 from ptcollect.comm import Axis, Comm
 from ptcollect.dtypes import fresh_copy
-from ptcollect.errors import PeerLostError
+from ptcollect.errors import PeerLostError, PipelineError
 from ptcollect.maps import scaled
 from ptcollect.options import Options, check_weight
 from ptcollect.pipeline import Pipeline, apply_settled
@@ -82,8 +82,10 @@ async def call(
     mine = _Brought(pipeline, step, leaves, structure.paths, place, options)
     job = _Job(pipeline, {name: value for name, value in state.items() if name != "step"}, options, arrivals)
     inside = comm.replace(step=step, structure=structure, owned=options.donate and _apart(leaves))
-    # What is donated may be overwritten before the records are in, and then nothing could be filled in and done again.
-    agreement = await begin(mine.digest(), comm) if checks and not options.donate else None
+    # What is donated may be overwritten before the records are in, and then nothing could be filled in and done again;
+    # nothing has to be where backward brings all leaves to all ranks.
+    early = not options.donate or (arrivals is not None and arrivals.certain)
+    agreement = await begin(mine.digest(), comm) if checks and early else None
     if agreement is not None:
         out, stages = await _agreeing(mine, job, inside, agreement, comm)
     else:
@@ -126,7 +128,13 @@ async def _agreeing(mine: _Brought, job: _Job, inside: Comm, agreement: Agreemen
         if not agreement.open:
             await agreement.passed()
     except DisagreementError:
-        return await job.on(await _settled(mine, comm), inside)
+        leaves = await _settled(mine, comm)
+        if job.options.donate:
+            raise PipelineError(
+                f"{mine.place.name}: gradients are missing on some rank, and this one's, donated because all were "
+                "expected everywhere, are overwritten; give every rank the same DDP options"
+            ) from None
+        return await job.on(leaves, inside)
     mine.place.last_failed = False  # every rank knows by now
     if isinstance(outcome, Exception):
         raise outcome

@@ -263,6 +263,10 @@ class Comm:
         """How many ranks the group has; never 1 inside a reducer."""
         return self.axes[self.axis].size
 
+    def wire_bytes(self, numel: int) -> int:
+        """How many bytes a packet of `numel` numbers has."""
+        return self._codec().wire_bytes(numel)
+
     def encode(self, x: Tensor, *, at: int = 0, scale: float = 1.0) -> Packet:
         """Pack `x` (flat, accumulation dtype) for the wire, and book what the codec dropped.
 

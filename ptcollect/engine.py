@@ -293,12 +293,11 @@ def _perform(function: Callable[[], None], outcome: Future[None]) -> None:
 def _exchanges_only(pipeline: Pipeline) -> bool:
     """Whether `drive` may go `by_tag`: tasks only send messages with tags of their own, always to the same peers.
 
-    A native collective is matched by order, and so may be what a reducer of the user's asks for; where forks are
-    inside forks, their tags depend on which began first.
+    A native collective is matched by order; where forks are inside forks, their tags depend on which began first.
     """
     for stage in pipeline.walk():
         if isinstance(stage, Reducer):
-            if stage.factory.native or not stage.factory.__module__.startswith("ptcollect."):
+            if not stage.factory.same_peers:
                 return False
         elif not isinstance(stage, (Chain, Wrapped)):
             return False

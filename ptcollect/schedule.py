@@ -93,6 +93,7 @@ class _Driver:
         self.in_flight = in_flight
         self.by_tag = by_tag
         self.tags = 1
+        self.tags_used = False
         self.ready: list[tuple[Task, Any, BaseException | None]] = [(self.main, None, None)]  # a stack: depth first
         self.posted: deque[tuple[Handle, Task]] = deque()
         self.outcome: list[Any] = []
@@ -166,12 +167,15 @@ class _Driver:
             self.ready.append((task, None, misuse))
 
     def _posted(self, request: Request[Any], task: Task) -> Handle:
+        self.tags_used = self.tags_used or task.parent is not None
         before, task.request = task.request, request
         same = before is not None and (before.stage, before.leaf) == (request.stage, request.leaf)
         task.round = task.round + 1 if same else 1
         return self.post(request, task)
 
     def _start(self, task: Task, fork: Fork) -> None:
+        if task.parent is None and not self.tags_used:
+            self.tags = 1  # what began before the ranks agreed, and differed between them, took some and sent nothing
         children = deque(Task(child, self.tags + i, index=i) for i, child in enumerate(fork.children))
         self.tags += len(children)
         if not children:

@@ -34,7 +34,7 @@ CODECS = (
     C.topk(0.2, values="int8"),
     C.randk(0.3),
 )
-REDUCERS = (pc.ring_reduce(), pc.all_to_all_avg(), pc.all_gather_avg())
+REDUCERS = (pc.ring_reduce(), pc.all_to_all_avg(), pc.all_gather_avg(), pc.auto_reduce())
 
 KEY = C.Key(step=0, path="w", rank=0, hop=0)
 

@@ -94,6 +94,11 @@ def once(n: int) -> int:
     return 1
 
 
+def doublings(n: int) -> int:
+    """Once for every bit of the world size, and twice more where it is no power of two."""
+    return n.bit_length() + 1
+
+
 def levels(n: int) -> int:
     """Once within the node, at each hop and as the result between nodes, and once as the result within the node."""
     return n + 2
@@ -105,6 +110,7 @@ PIPELINES = (
     Row(pc.ring_reduce(op="sum"), (oracle.total(),)),
     Row(pc.all_to_all_avg(), (oracle.mean(),)),
     Row(pc.all_gather_avg(), (oracle.mean(),)),
+    Row(pc.auto_reduce(), (oracle.mean(),)),
     Row(pc.all_reduce(), (oracle.mean(),)),
     Row(pc.all_reduce(op="sum"), (oracle.total(),)),
     Row(pc.gather_avg(), (oracle.mean_at(0),)),
@@ -117,6 +123,7 @@ PIPELINES = (
     Row(pc.chain(pc.bucketize(1), pc.all_to_all_avg()), (oracle.mean(),)),
     Row(pc.chain(pc.bucketize("1KiB", order="forward"), pc.all_gather_avg()), (oracle.mean(),)),
     Row(pc.chain(pc.bucketize(100), pc.all_reduce()), (oracle.mean(),)),
+    Row(pc.chain(pc.bucketize(1), pc.auto_reduce(doubling=20, direct="0.1KB")), (oracle.mean(),)),
     Row(pc.chain(pc.bucketize("0.1KB"), pc.broadcast()), (oracle.copy_of(0),)),
     Row(pc.chain(pc.bucketize(), pc.gather_avg()), (oracle.mean_at(0),)),
     # Codecs, around and inside buckets.
@@ -126,6 +133,7 @@ PIPELINES = (
     Row(pc.chain(pc.compress(pc.codecs.bf16()), pc.all_gather_avg()), (oracle.mean(BF16, once),)),
     Row(pc.chain(pc.compress(pc.codecs.fp16()), pc.all_reduce()), (oracle.mean(FP16, hops),)),
     Row(pc.chain(pc.compress("bf16"), pc.all_reduce()), (oracle.mean(BF16, hops),)),
+    Row(pc.chain(pc.compress("bf16"), pc.auto_reduce()), (oracle.mean(BF16, doublings),)),
     Row(pc.chain(pc.compress("bf16"), pc.gather_avg()), (oracle.mean_at(0, BF16, once),)),
     Row(pc.chain(pc.compress("fp16"), pc.broadcast()), (oracle.copy_of(0, FP16),)),
     Row(pc.chain(pc.bucketize(), pc.compress("bf16"), pc.ring_reduce()), (oracle.mean(BF16, hops),)),

@@ -9,7 +9,7 @@ from ptcollect.reducers.all_to_all import mean_in_rank_order
 from ptcollect.reducers.reducer import reducer
 
 
-@reducer
+@reducer(same_peers=True)
 async def all_gather_avg(x: Tensor, comm: Comm) -> Tensor:
     r"""Mean over the ranks from whole copies of every rank's tensor: one round, and each input is encoded exactly once.
 

@@ -9,7 +9,7 @@ from ptcollect.comm import Comm, Packet
 from ptcollect.reducers.reducer import reducer
 
 
-@reducer
+@reducer(same_peers=True)
 async def all_to_all_avg(x: Tensor, comm: Comm) -> Tensor:
     r"""Mean over the ranks, reduced in rank order: the bits do not depend on how tensors are packed into buckets.
 

@@ -8,7 +8,7 @@ from ptcollect.comm import Comm
 from ptcollect.reducers.reducer import existing_root, reducer
 
 
-@reducer(averages=False, check=existing_root)
+@reducer(same_peers=True, averages=False, check=existing_root)
 async def broadcast(x: Tensor, comm: Comm, *, root: int = 0) -> Tensor:
     r"""The tensor of `root` on every rank, in ceil(log2 n) rounds.
 

@@ -9,7 +9,7 @@ from ptcollect.reducers.all_to_all import mean_in_rank_order
 from ptcollect.reducers.reducer import existing_root, reducer
 
 
-@reducer(consensus=False, averages=False, check=existing_root)
+@reducer(same_peers=True, consensus=False, averages=False, check=existing_root)
 async def gather_avg(x: Tensor, comm: Comm, *, root: int = 0) -> Tensor:
     r"""Mean over the ranks at `root`; every other rank gets its own tensor back.
 

@@ -30,7 +30,12 @@ class OptionCheck(Protocol):
 def reducer(function: ReducerFunction) -> ReducerFactory: ...
 @overload
 def reducer(
-    *, consensus: bool = True, averages: bool = True, native: bool = False, check: OptionCheck | None = None
+    *,
+    consensus: bool = True,
+    averages: bool = True,
+    native: bool = False,
+    same_peers: bool = False,
+    check: OptionCheck | None = None,
 ) -> Callable[[ReducerFunction], ReducerFactory]: ...
 def reducer(
     function: ReducerFunction | None = None,
@@ -38,6 +43,7 @@ def reducer(
     consensus: bool = True,
     averages: bool = True,
     native: bool = False,
+    same_peers: bool = False,
     check: OptionCheck | None = None,
 ) -> ReducerFactory | Callable[[ReducerFunction], ReducerFactory]:
     """Make a reducer out of ``async def name(x, comm, *, option=default)``.
@@ -53,6 +59,8 @@ def reducer(
         averages: whether every rank gets a mean (unless ``op="sum"``), so that a call may be weighted.
         native: whether it uses ``comm.all_reduce``, which only carries codecs whose packets are numbers, and books no
             residual.
+        same_peers: whether it exchanges with the same peers in all its rounds, and asks for nothing but exchanges. Then
+            leaves may start in the order in which backward delivers them, which can differ between ranks.
         check: raises for bad options; called with ``(options, size)``, `size` None when the pipeline is built.
 
     Returns:
@@ -77,7 +85,9 @@ def reducer(
     """
 
     def made(function: ReducerFunction) -> ReducerFactory:
-        return ReducerFactory(function, consensus=consensus, averages=averages, native=native, check=check)
+        return ReducerFactory(
+            function, consensus=consensus, averages=averages, native=native, same_peers=same_peers, check=check
+        )
 
     return made if function is None else made(function)
 
@@ -88,7 +98,14 @@ class ReducerFactory:
     is_factory = True
 
     def __init__(
-        self, function: ReducerFunction, *, consensus: bool, averages: bool, native: bool, check: OptionCheck | None
+        self,
+        function: ReducerFunction,
+        *,
+        consensus: bool,
+        averages: bool,
+        native: bool,
+        same_peers: bool,
+        check: OptionCheck | None,
     ) -> None:
         if not inspect.iscoroutinefunction(function):
             raise PipelineError(
@@ -105,6 +122,7 @@ class ReducerFactory:
         self.consensus = consensus
         self.averages = averages
         self.native = native
+        self.same_peers = same_peers
         self.check = check
         self.defaults = {option.name: option.default for option in options} | {"axis": None}
         self.__name__ = function.__name__

@@ -11,7 +11,7 @@ from ptcollect.comm import Comm
 from ptcollect.reducers.reducer import mean_or_sum, reducer
 
 
-@reducer(check=mean_or_sum)
+@reducer(same_peers=True, check=mean_or_sum)
 async def ring_reduce(x: Tensor, comm: Comm, *, op: Literal["mean", "sum"] = "mean") -> Tensor:
     r"""Mean (or sum) over the ranks by a ring: every rank sends 2(n-1)/n of the tensor, whatever n.
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import re
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -17,14 +16,13 @@ from ptcollect.errors import PipelineError
 from ptcollect.pipeline import Pipeline, Transform, Wrapped
 from ptcollect.profiling import span
 from ptcollect.reducers.reducer import Reducer
+from ptcollect.sizes import size_in_bytes
 from ptcollect.state import State
 from ptcollect.tree import Leaves, Structure, flatten
 from ptcollect.value import refuse_tree
 
 # Smaller buckets cost rounds, larger ones overlap less: benchmarks/sync_speed.py --scenario tuning --caps ...
 DEFAULT_CAP = "8MiB"
-
-_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
 def bucketize(cap: int | str = DEFAULT_CAP, *, order: str = "reverse") -> Bucketize:
@@ -60,7 +58,7 @@ def bucketize(cap: int | str = DEFAULT_CAP, *, order: str = "reverse") -> Bucket
     refuse_tree("bucketize", "cap", cap)
     if order not in ("reverse", "forward"):
         raise ValueError(f'bucketize(order=...): expected "reverse" or "forward", got {order!r}')
-    _bytes(cap)
+    size_in_bytes(cap, "bucketize(cap)")
     return Bucketize(cap, order)
 
 
@@ -185,25 +183,12 @@ def _unpacked(flat: Tensor, bucket: Bucket, like: Leaves, *, into_leaves: bool) 
     return dict(zip(bucket.paths, results, strict=True))
 
 
-def _bytes(cap: int | str) -> int:
-    match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", cap) if isinstance(cap, str) else None
-    if match and match[2].upper() in _UNITS:
-        size = int(float(match[1]) * _UNITS[match[2].upper()])
-    elif isinstance(cap, int) and not isinstance(cap, bool):
-        size = cap
-    else:
-        raise ValueError(f'bucketize(cap): expected bytes as an int or a size such as "25MiB" or "500KB", got {cap!r}')
-    if size <= 0:
-        raise ValueError(f"bucketize(cap): expected a positive size, got {cap!r}")
-    return size
-
-
 @functools.lru_cache(maxsize=64)
 def _plan(
     paths: tuple[str, ...], kinds: tuple[tuple[int, torch.dtype, torch.device], ...], cap: int | str, order: str
 ) -> tuple[Bucket, ...]:
     """Buckets in the order in which they are full: of large leaves alone, and of small ones by dtype and device."""
-    most = _bytes(cap)
+    most = size_in_bytes(cap, "bucketize(cap)")
     buckets: list[list[tuple[str, int]]] = []
     open_bucket: dict[tuple[torch.dtype, torch.device], tuple[list[tuple[str, int]], int]] = {}
     leaves = list(zip(paths, kinds, strict=True))
