@@ -247,9 +247,8 @@ class Comm:
                 f"its wire_bytes promises {codec.wire_bytes(x.numel())} x torch.uint8"
             )
         if self.residuals is not None and self.leaf in self.residuals:
-            lost = x.clone()
-            codec.accumulate(data, lost, 1.0, -1.0)
-            self.residuals[self.leaf][at : at + x.numel()].add_(lost, alpha=1 / scale)
+            with span(f"book what was lost, {self.leaf}"):
+                codec.book(data, x, self.residuals[self.leaf][at : at + x.numel()], 1 / scale)
         return Packet(data, x.numel())
 
     def decode(self, packet: Packet) -> Tensor:

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from ptcollect.value import Value
 
-BLOCK = 1 << 16  # elements worked on at a time: 256 KiB of float32 stay in a core's cache
+BLOCK = 1 << 16  # elements in a block of the wire formats
+STEP = 1 << 18  # elements worked on at a time: 1 MiB of float32 stays in cache, and calls cost little beside it
 
 
 @dataclass(frozen=True)
@@ -91,6 +92,12 @@ class Codec(Value):
         """
         accumulate(self.decode(packet, into.numel(), into.dtype), into, keep, alpha)
 
+    def book(self, packet: Tensor, x: Tensor, into: Tensor, alpha: float) -> None:
+        """``into += alpha * (x - decode(packet))``; override where that needs no whole row of differences."""
+        lost = x.clone()
+        self.accumulate(packet, lost, 1.0, -1.0)
+        into.add_(lost, alpha=alpha)
+
 
 def accumulate(numbers: Tensor, into: Tensor, keep: float, alpha: float) -> None:
     """``into = keep * into + alpha * numbers`` in blocks that stay in cache, so that memory is passed over once."""
@@ -102,20 +109,36 @@ def accumulate(numbers: Tensor, into: Tensor, keep: float, alpha: float) -> None
         if alpha != 1:
             into.mul_(alpha)
         return
-    for start in range(0, into.numel(), BLOCK):
-        block = into[start : start + BLOCK]
+    # Mixed dtypes make torch convert the operand first; here that copy is small, and into the same place each time.
+    room = into.new_empty(min(into.numel(), STEP)) if numbers.dtype != into.dtype else None
+    for block, part in zip(torch.split(into, STEP), torch.split(numbers, STEP), strict=True):
         if keep != 1:
             block.mul_(keep)
-        # Mixed dtypes make torch convert the operand first; here that copy is small.
-        block.add_(numbers[start : start + BLOCK].to(into.dtype), alpha=alpha if alpha != 1 else 1)  # ints: no float
+        same = part if room is None else room[: len(part)].copy_(part)
+        block.add_(same, alpha=alpha if alpha != 1 else 1)  # ints: no float
+
+
+def book(numbers: Tensor, x: Tensor, into: Tensor, alpha: float) -> None:
+    """``into += alpha * (x - numbers)`` in blocks that stay in cache."""
+    room = into.new_empty(min(x.numel(), STEP))
+    rows = (torch.split(row, STEP) for row in (numbers, x, into))
+    for part, given, place in zip(*rows, strict=True):
+        lost = room[: len(part)].copy_(part)
+        place.add_(torch.sub(given, lost, out=lost), alpha=alpha)
 
 
 def total(numbers: Tensor) -> Tensor:
     """The sum of a flat tensor, in an order that does not depend on the number of threads, as ``sum()`` does."""
-    while numbers.numel() > 256:
-        short = -numbers.numel() % 256
-        numbers = (torch.nn.functional.pad(numbers, (0, short)) if short else numbers).view(-1, 256).sum(1)
-    return numbers.sum()
+    return totals(numbers.unsqueeze(0))[0]
+
+
+def totals(rows: Tensor) -> Tensor:
+    """The `total` of each row."""
+    while rows.shape[1] > 256:
+        short = -rows.shape[1] % 256
+        whole = torch.nn.functional.pad(rows, (0, short)) if short else rows
+        rows = whole.reshape(-1, 256).sum(1).view(len(rows), -1)
+    return rows.sum(1)
 
 
 def mean_magnitude(size: Tensor) -> Tensor:
