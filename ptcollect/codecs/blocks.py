@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 from ptcollect.codecs.bits import unpack
-from ptcollect.codecs.codec import STEP, Codec
+from ptcollect.codecs.codec import STEP, Codec, parts
 
 
 class Grouped(Codec):
     """A codec whose packets are decoded in groups: `split` says which, `fill` decodes them."""
 
-    def split(self, row: Tensor) -> list[Tensor]:
+    def split(self, row: Tensor) -> Sequence[Tensor]:
         """A flat tensor in the groups that `fill` decodes; none is longer than the first."""
         raise NotImplementedError
 
@@ -57,18 +57,14 @@ class Narrow(Grouped):
         """The `count` numbers in `codes`, as int8."""
         return unpack(codes, self.bits, count, row=self.block)
 
-    def parts(self, packet: Tensor, numel: int) -> tuple[Tensor, list[Tensor]]:
+    def parts(self, packet: Tensor, numel: int) -> tuple[Tensor, Sequence[Tensor]]:
         """The scales in a packet of `numel` numbers, and the codes of each group."""
-        whole = numel // self.block * self.block
-        head, group = 4 * -(-numel // self.block), self._group * self.bits // 8
-        scales, codes, rest = packet.tensor_split([head, head + whole * self.bits // 8])
-        groups = [*(torch.split(codes, group) if whole else ()), *((rest,) if whole < numel else ())]
-        return scales.view(torch.float32), groups
+        head, whole = 4 * -(-numel // self.block), numel // self.block * self.block
+        groups = parts(packet[head:], self._group * self.bits // 8, whole * self.bits // 8 if whole < numel else None)
+        return packet[:head].view(torch.float32), groups
 
-    def split(self, row: Tensor) -> list[Tensor]:
-        numel = row.numel()
-        whole = numel // self.block * self.block
-        return [*(torch.split(row[:whole], self._group) if whole else ()), *((row[whole:],) if whole < numel else ())]
+    def split(self, row: Tensor) -> Sequence[Tensor]:
+        return parts(row, self._group, row.numel() // self.block * self.block)
 
     @property
     def _group(self) -> int:
@@ -77,14 +73,20 @@ class Narrow(Grouped):
 
     def fill(self, rooms: Sequence[Tensor], packet: Tensor, like: Tensor, alpha: float) -> Iterator[Tensor]:
         scales, codes = self.parts(packet, like.numel())
-        factors = scales.double().mul_(self.unit * alpha).to(like.dtype).unsqueeze(1)
-        rows = [-(-len(room) // self.block) for room in rooms]
-        for room, place, factor in zip(rooms, codes, torch.split(factors, rows) if rows else (), strict=True):
-            room.copy_(self.read(place, len(room))).view(len(factor), -1).mul_(factor)
+        # In float64 and then rounded: what a tensor times the float ``alpha * scale`` would be.
+        factors = scales.to(like.dtype) if alpha == 1 else scales.double().mul_(alpha).to(like.dtype)
+        factors = (factors.neg() if self.unit < 0 else factors).unsqueeze(1)
+        done = 0
+        for room, place in zip(rooms, codes, strict=True):
+            count = -(-len(room) // self.block)
+            room.copy_(self.read(place, len(room))).view(count, -1).mul_(factors[done : done + count])
+            done += count
             yield room
 
 
-def _rooms(places: Sequence[Tensor]) -> list[Tensor]:
+def _rooms(places: Sequence[Tensor]) -> Sequence[Tensor]:
     """One room, as long as each of `places` in turn; the first of those is the longest."""
-    room = torch.empty_like(places[0]) if places else None
-    return [room[: len(place)] for place in places] if room is not None else []
+    if not places:
+        return ()
+    room = torch.empty_like(places[0])
+    return [room if len(place) == len(room) else room[: len(place)] for place in places]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -110,8 +111,8 @@ def accumulate(numbers: Tensor, into: Tensor, keep: float, alpha: float) -> None
             into.mul_(alpha)
         return
     # Mixed dtypes make torch convert the operand first; here that copy is small, and into the same place each time.
-    room = into.new_empty(min(into.numel(), STEP)) if numbers.dtype != into.dtype else None
-    for block, part in zip(torch.split(into, STEP), torch.split(numbers, STEP), strict=True):
+    room = None if numbers.dtype == into.dtype else into.new_empty(min(into.numel(), STEP))
+    for block, part in zip(parts(into, STEP), parts(numbers, STEP), strict=True):
         if keep != 1:
             block.mul_(keep)
         same = part if room is None else room[: len(part)].copy_(part)
@@ -120,11 +121,18 @@ def accumulate(numbers: Tensor, into: Tensor, keep: float, alpha: float) -> None
 
 def book(numbers: Tensor, x: Tensor, into: Tensor, alpha: float) -> None:
     """``into += alpha * (x - numbers)`` in blocks that stay in cache."""
-    room = into.new_empty(min(x.numel(), STEP))
-    rows = (torch.split(row, STEP) for row in (numbers, x, into))
-    for part, given, place in zip(*rows, strict=True):
+    room = x.new_empty(min(x.numel(), STEP))
+    for part, given, place in zip(parts(numbers, STEP), parts(x, STEP), parts(into, STEP), strict=True):
         lost = room[: len(part)].copy_(part)
         place.add_(torch.sub(given, lost, out=lost), alpha=alpha)
+
+
+def parts(row: Tensor, size: int, whole: int | None = None) -> Sequence[Tensor]:
+    """A flat tensor in parts of `size` and what is left; or only its first `whole` numbers, and what is left of it."""
+    numel = row.numel()
+    if whole is None or whole == numel:
+        return torch.split(row, size) if numel > size else (row,) if numel else ()
+    return (*torch.split(row[:whole], size), row[whole:]) if whole else (row,)
 
 
 def total(numbers: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ptcollect.codecs.bits import pack, unpack
 from ptcollect.codecs.blocks import Grouped
-from ptcollect.codecs.codec import BLOCK, STEP, Codec, Key, random_fractions
+from ptcollect.codecs.codec import BLOCK, STEP, Codec, Key, parts, random_fractions
 from ptcollect.value import whole_number
 
 
@@ -136,26 +136,29 @@ class _Scaled(Grouped):
         """
         if self.draws or x.dtype not in _MAGIC:
             return False
+        numel = x.numel()
         groups = self._groups(x, STEP)
-        scales, places = self._parts(packet, x.numel(), STEP)
-        room = torch.empty_like(groups[0])  # none is longer than the first
-        ends, divisor = room.new_empty(2, len(room)), room.new_empty(len(room), 1)
-        rows = [len(group) for group in groups]
-        rest = x.numel() - (sum(rows) - rows[-1]) * room.shape[1]  # numbers in the last group, padding left out
-        counts = [group.numel() for group in groups[:-1]] + [rest]
-        for group, scale, place, count in zip(groups, torch.split(scales, rows), places, counts, strict=True):
-            if len(group) < len(room):
-                room, ends, divisor = room[: len(group)], ends[:, : len(group)], divisor[: len(group)]
-            high, low = ends.unbind(0)
+        scales, places = self._parts(packet, numel, STEP)
+        room, ends = torch.empty_like(groups[0]), x.new_empty(3, len(groups[0]))  # no group is longer than the first
+        done = 0
+        for group, place in zip(groups, places, strict=True):
+            count = len(group)
+            if count < len(room):
+                room, ends = room[:count], ends[:, :count]
+            both, (high, low, largest) = ends[:2], ends.unbind(0)
             # Not abs and its amax, which would write all numbers down; nor vector_norm, 50 times as slow with a dim.
             torch.amax(group, 1, out=high)
             torch.amin(group, 1, out=low)
-            largest = torch.amax(ends.abs_(), 0, out=divisor.view(-1))
-            torch.div(largest, self.levels, out=scale)
+            torch.amax(both.abs_(), 0, out=largest)
+            scale = torch.div(largest, self.levels, out=scales[done : done + count])
             largest.copy_(scale).clamp_(min=_LEAST)  # blocks of zeros stay zeros
-            self.write(place, self.divide(group, divisor, room).view(-1)[:count])
-        least, most = torch.where(scales == 0, 1.0, scales).aminmax()
-        return bool((least >= _LEAST) & (most <= _MOST))  # NaN is neither
+            codes = self.divide(group, largest.unsqueeze(1), room).view(-1)
+            done += count
+            self.write(place, codes if done * group.shape[1] <= numel else codes[: numel - done * group.shape[1]])
+        least, most = map(float, scales.aminmax())
+        if least == 0:
+            least, most = map(float, torch.where(scales == 0, 1.0, scales).aminmax())
+        return least >= _LEAST and most <= _MOST  # NaN is neither
 
     def _encode_any(self, x: Tensor, packet: Tensor, key: Key) -> None:
         """Fill `packet`, whatever `x` is."""
@@ -192,7 +195,7 @@ class _Scaled(Grouped):
 
     # Decode.
 
-    def split(self, row: Tensor) -> list[Tensor]:
+    def split(self, row: Tensor) -> Sequence[Tensor]:
         return self._split(row, STEP)
 
     def fill(self, rooms: Sequence[Tensor], packet: Tensor, like: Tensor, alpha: float) -> Iterator[Tensor]:
@@ -201,13 +204,15 @@ class _Scaled(Grouped):
         scales = packed.to(like.dtype).unsqueeze(1)
         if alpha * self.unit != 1:
             scales = scales * (alpha * self.unit)
-        rows = [-(-len(room) // block) for room in rooms]
-        for room, place, scale in zip(rooms, codes, torch.split(scales, rows) if rows else (), strict=True):
-            numbers = self.read(place, len(room))
+        done = 0
+        for room, place in zip(rooms, codes, strict=True):
+            count = -(-len(room) // block)
+            numbers, scale = self.read(place, len(room)), scales[done : done + count]
+            done += count
             if len(room) % block:
                 room.copy_(_padded(numbers.to(room.dtype), block).mul_(scale).view(-1)[: len(room)])
             else:
-                room.copy_(numbers).view(-1, block).mul_(scale)
+                room.copy_(numbers).view(count, block).mul_(scale)
             yield room
 
     # Groups: as many whole pieces as are worked on at a time, then what is left.
@@ -221,23 +226,20 @@ class _Scaled(Grouped):
         piece = _step(self._width(numel)) * self._width(numel)
         return max(1, step // piece) * piece, numel // piece * piece
 
-    def _split(self, row: Tensor, step: int) -> list[Tensor]:
+    def _split(self, row: Tensor, step: int) -> Sequence[Tensor]:
         """A flat tensor in groups of about `step`."""
-        group, whole = self._sizes(row.numel(), step)
-        parts = list(torch.split(row[:whole], group)) if whole else []
-        return [*parts, row[whole:]] if whole < row.numel() else parts
+        return parts(row, *self._sizes(row.numel(), step))
 
     def _groups(self, x: Tensor, step: int) -> list[Tensor]:
         """The same as matrices with a block in each row, the last row filled up with zeros."""
         return [_padded(part, self._width(x.numel())) for part in self._split(x, step)]
 
-    def _parts(self, packet: Tensor, numel: int, step: int) -> tuple[Tensor, list[Tensor]]:
+    def _parts(self, packet: Tensor, numel: int, step: int) -> tuple[Tensor, Sequence[Tensor]]:
         """The scales in a packet of `numel` numbers, and the codes of each group."""
         group, whole = self._sizes(numel, step)
         head = 4 * -(-numel // self.block)
-        scales, codes, rest = packet.tensor_split([head, head + self.code_bytes(whole)])
-        parts = list(torch.split(codes, self.code_bytes(group))) if whole else []
-        return scales.view(torch.float32), [*parts, rest] if whole < numel else parts
+        ends = self.code_bytes(whole) if whole < numel else None
+        return packet[:head].view(torch.float32), parts(packet[head:], self.code_bytes(group), ends)
 
     # What a codec of this kind says about its codes.
 
