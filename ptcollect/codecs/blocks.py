@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ptcollect.codecs.bits import unpack
-from ptcollect.codecs.codec import STEP, Codec, parts
+from ptcollect.codecs.codec import STEP, Codec, book_block, parts
 
 
 class Grouped(Codec):
@@ -35,11 +35,11 @@ class Grouped(Codec):
             if keep != 0:
                 (place if keep == 1 else place.mul_(keep)).add_(values)
 
-    def book(self, packet: Tensor, x: Tensor, into: Tensor, alpha: float) -> None:
+    def book(self, packet: Tensor, x: Tensor, into: Tensor, keep: float, alpha: float) -> None:
         places = self.split(into)
         decoded = self.fill(_rooms(places), packet, into, 1.0)
         for place, numbers, values in zip(places, self.split(x), decoded, strict=True):
-            place.add_(torch.sub(numbers, values, out=values), alpha=alpha)
+            book_block(values, numbers, place, keep, alpha)
 
 
 class Narrow(Grouped):

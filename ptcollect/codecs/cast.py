@@ -33,8 +33,8 @@ class Cast(Codec):
     def accumulate(self, packet: Tensor, into: Tensor, keep: float, alpha: float) -> None:
         accumulate(packet.view(self.dtype), into, keep, alpha)
 
-    def book(self, packet: Tensor, x: Tensor, into: Tensor, alpha: float) -> None:
-        book(packet.view(self.dtype), x, into, alpha)
+    def book(self, packet: Tensor, x: Tensor, into: Tensor, keep: float, alpha: float) -> None:
+        book(packet.view(self.dtype), x, into, keep, alpha)
 
 
 @dataclass(frozen=True, repr=False)

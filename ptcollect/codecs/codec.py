@@ -93,11 +93,14 @@ class Codec(Value):
         """
         accumulate(self.decode(packet, into.numel(), into.dtype), into, keep, alpha)
 
-    def book(self, packet: Tensor, x: Tensor, into: Tensor, alpha: float) -> None:
-        """``into += alpha * (x - decode(packet))``; override where that needs no whole row of differences."""
-        lost = x.clone()
+    def book(self, packet: Tensor, x: Tensor, into: Tensor, keep: float, alpha: float) -> None:
+        """``into = keep * into + alpha * (x - decode(packet))``, with `keep` 0 or 1.
+
+        Override where that needs no whole row of differences.
+        """
+        lost = into.copy_(x) if keep == 0 else x.clone()
         self.accumulate(packet, lost, 1.0, -1.0)
-        into.add_(lost, alpha=alpha)
+        _booked(lost, into, keep, alpha)
 
 
 def accumulate(numbers: Tensor, into: Tensor, keep: float, alpha: float) -> None:
@@ -119,12 +122,23 @@ def accumulate(numbers: Tensor, into: Tensor, keep: float, alpha: float) -> None
         block.add_(same, alpha=alpha if alpha != 1 else 1)  # ints: no float
 
 
-def book(numbers: Tensor, x: Tensor, into: Tensor, alpha: float) -> None:
-    """``into += alpha * (x - numbers)`` in blocks that stay in cache."""
+def book(numbers: Tensor, x: Tensor, into: Tensor, keep: float, alpha: float) -> None:
+    """``into = keep * into + alpha * (x - numbers)`` in blocks that stay in cache."""
     room = x.new_empty(min(x.numel(), STEP))
     for part, given, place in zip(parts(numbers, STEP), parts(x, STEP), parts(into, STEP), strict=True):
-        lost = room[: len(part)].copy_(part)
-        place.add_(torch.sub(given, lost, out=lost), alpha=alpha)
+        book_block(room[: len(part)].copy_(part), given, place, keep, alpha)
+
+
+def book_block(decoded: Tensor, x: Tensor, into: Tensor, keep: float, alpha: float) -> None:
+    """``into = keep * into + alpha * (x - decoded)``, with `keep` 0 or 1; overwrites `decoded`."""
+    _booked(torch.sub(x, decoded, out=into if keep == 0 else decoded), into, keep, alpha)
+
+
+def _booked(lost: Tensor, into: Tensor, keep: float, alpha: float) -> None:
+    if keep != 0:
+        into.add_(lost, alpha=alpha)
+    elif alpha != 1:
+        into.mul_(alpha)  # it is `lost` itself
 
 
 def parts(row: Tensor, size: int, whole: int | None = None) -> Sequence[Tensor]:
