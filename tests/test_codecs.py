@@ -148,7 +148,7 @@ def test_accumulate_is_decode_and_add(codec):
             assert (off.abs() <= 2 * oracle.eps(dtype) * size).all()
 
 
-LONG = 2**18 + 2**16 + 70_001  # a whole group of blocks that are worked on together, and parts of one
+LONG = 2**19 + 2**16 + 70_001  # a whole group of blocks that are worked on together, and parts of one
 
 
 @every_codec
