@@ -188,6 +188,8 @@ class Comm:
         self.residuals: dict[str, Tensor] | None = None
         """Path -> what encoding dropped, flat and in units of this rank's input; ``None``: nobody asked."""
         self._hop = 0
+        self._booked: list[tuple[int, int]] = []
+        """Bounds of what is booked in this leaf's residual so far; the rest of it is not even zero yet."""
         self._outstanding: list[Request[Any]] = []
 
     def replace(self, **changes: Any) -> Comm:
@@ -239,7 +241,7 @@ class Comm:
         own = Cast(self.wire_dtype(path, leaf) if total.is_floating_point else total)
         codec = self.codec if self.codec is not None and total.is_floating_point else own
         if self.residuals is not None and total.is_floating_point:
-            self.residuals[path] = torch.zeros(flat_numel(leaf), dtype=total, device=leaf.device)
+            self.residuals[path] = torch.empty(flat_numel(leaf), dtype=total, device=leaf.device)
         return self.replace(
             leaf=path,
             dtype=total,
@@ -247,6 +249,7 @@ class Comm:
             codec=codec,
             compressed=codec.sum_dtype if codec is self.codec else None,
             _hop=0,
+            _booked=[],
         )
 
     def wire_dtype(self, path: str, leaf: Tensor) -> torch.dtype:
@@ -286,10 +289,32 @@ class Comm:
                 f"its wire_bytes promises {codec.wire_bytes(x.numel())} x torch.uint8"
             )
         if self.residuals is not None and self.leaf in self.residuals:
-            lost = x.clone()
-            codec.accumulate(data, lost, 1.0, -1.0)
-            self.residuals[self.leaf][at : at + x.numel()].add_(lost, alpha=1 / scale)
+            with span(f"book what was lost, {self.leaf}"):
+                place = self.residuals[self.leaf][at : at + x.numel()]
+                codec.book(data, x, place, self._keep(at, at + x.numel()), 1 / scale)
         return Packet(data, x.numel())
+
+    def _keep(self, start: int, stop: int) -> float:
+        """1 if something is booked in that part of the residual; 0 if it is still to be written for the first time."""
+        new = all(stop <= begin or end <= start for begin, end in self._booked)
+        if new:
+            self._booked.append((start, stop))
+        else:
+            self.close_books(start, stop)
+        return 0.0 if new else 1.0
+
+    def close_books(self, start: int = 0, stop: int | None = None) -> None:
+        """Write zeros where nothing has been booked in this leaf's residual, between two positions."""
+        if self.residuals is None or self.leaf not in self.residuals:
+            return
+        residual = self.residuals[self.leaf]
+        stop = len(residual) if stop is None else stop
+        done = start
+        for begin, end in sorted([*self._booked, (stop, stop)]):
+            if begin > done and begin <= stop:
+                residual[done:begin].zero_()
+            done = max(done, end)
+        self._booked.append((start, stop))
 
     def decode(self, packet: Packet) -> Tensor:
         """The numbers in `packet`, flat and in the accumulation dtype; may share its storage."""

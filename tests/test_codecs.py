@@ -148,6 +148,40 @@ def test_accumulate_is_decode_and_add(codec):
             assert (off.abs() <= 2 * oracle.eps(dtype) * size).all()
 
 
+LONG = 2**19 + 2**16 + 70_001  # a whole group of blocks that are worked on together, and parts of one
+
+
+@every_codec
+def test_long_rows_decode_as_a_whole(codec):
+    x, start = real(LONG, 41), real(LONG, 42)
+    packet = codec.encode(x, KEY)
+    decoded = codec.decode(packet, LONG, torch.float32)
+    assert torch.isfinite(decoded).all()
+    into = torch.full((LONG,), math.nan)
+    codec.accumulate(packet, into, 0.0, 1.0)
+    assert oracle.bits(into) == oracle.bits(decoded)
+    into = start.clone()
+    codec.accumulate(packet, into, 1.0, -1.0)
+    assert torch.equal(into, start - decoded)
+
+
+@every_codec
+@pytest.mark.parametrize("numel", [0, 1, 9, 1000, LONG])
+def test_what_was_lost_is_booked_in_its_place(codec, numel):
+    x, before = real(numel, 43), real(numel, 44)
+    packet = codec.encode(x, KEY)
+    lost = x.double() - codec.decode(packet, numel, torch.float32).double()
+    sent = oracle.bits(packet), oracle.bits(x)
+    for keep, alpha in ((1.0, 1.0), (1.0, 4.0), (0.0, 3.0), (0.0, 1.0)):
+        into = before.clone() if keep else torch.full((numel,), math.nan)
+        codec.book(packet, x, into, keep, alpha)
+        want = (before.double() if keep else 0) + alpha * lost
+        # The difference, its multiple, and the sum are rounded once each.
+        size = before.abs().double() + 3 * alpha * (x.abs().double() + lost.abs())
+        assert ((into.double() - want).abs() <= oracle.eps(torch.float32) * size).all()
+    assert (oracle.bits(packet), oracle.bits(x)) == sent
+
+
 @every_codec
 def test_codecs_are_values(codec):
     names = {name: getattr(C, name) for name in C.__all__}
@@ -235,6 +269,42 @@ def test_integers_are_the_nearest_multiples_of_the_scale(name, block, numel, dty
     codes = got / (s / levels)
     assert (codes - codes.round()).abs().max() <= 4 * levels * oracle.eps(torch.float32)
     assert (codes.abs().amax(1).round() == levels).all()
+
+
+def by_the_formula(x: Tensor, block: int, levels: int) -> tuple[Tensor, Tensor]:
+    """Scales and codes, all blocks at once, for numbers that are neither huge nor subnormal."""
+    part = rows(x, block)
+    scale = (part.abs().amax(1, keepdim=True) / levels).float()
+    codes = torch.where(scale == 0, 0.0, part / scale.to(x.dtype)).round()
+    return scale.view(-1), codes.view(-1)[: x.numel()].to(torch.int8)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(("block", "numel"), [(3, 1000), (64, 65_536), (256, 1000), (256, LONG), (1000, LONG)])
+def test_int8_packets_are_those_of_the_formula(block, numel, dtype):
+    """Bit by bit, whichever way they were made: with blocks that need care, and without."""
+    plain = real(numel, 45, dtype)
+    zeros, halves = plain.clone(), (torch.arange(numel) % 509 - 254).to(dtype) / 4
+    zeros[numel // 2 : numel // 2 + 600] = -0.0
+    for x in (plain, zeros, halves):
+        packet = C.int8(block).encode(x, KEY)
+        scales, codes = packet.tensor_split([4 * -(-numel // block)])
+        want_scales, want_codes = by_the_formula(x, block, 127)
+        assert torch.equal(scales.view(torch.float32), want_scales)
+        assert torch.equal(codes.view(torch.int8), want_codes)
+    for bad in (math.nan, math.inf, 3e38, 1e-38, 1e-44):
+        spoilt = zeros.clone()
+        spoilt[:block] = torch.where(torch.arange(block) == 1, 1.0, 0.5).to(dtype) * bad
+        packet = C.int8(block).encode(spoilt, KEY)
+        scales, codes = packet.tensor_split([4 * -(-numel // block)])
+        want_scales, want_codes = by_the_formula(zeros, block, 127)
+        assert torch.equal(scales.view(torch.float32)[1:], want_scales[1:])
+        assert torch.equal(codes.view(torch.int8)[block:], want_codes[block:])
+        head = C.int8(block).decode(packet, numel, dtype)[:block]
+        if math.isfinite(bad):
+            assert torch.allclose(head, spoilt[:block], rtol=1 / 126, atol=127 * SUB)
+        else:
+            assert not torch.isfinite(head[1])
 
 
 @pytest.mark.parametrize("stochastic", [False, True])
@@ -340,6 +410,10 @@ ADVERSARIES = {
     "large ones between them": spikes(LARGE, slice(1, LARGE, 3)),
     "half zeros": real(LARGE, 21) * (torch.arange(LARGE) % 2),
     "one repeated beside larger": torch.cat([torch.ones(LARGE - 5), torch.full((5,), 3.0)]),
+    "one huge block": real(LARGE, 31) * (1 + 1e6 * (torch.arange(LARGE) // 2048 == 40)),
+    "many ties at the threshold": torch.cat([torch.ones(LARGE // 2), torch.full((LARGE // 100,), 2.0)]).repeat(2)[
+        :LARGE
+    ],
     "subnormal": real(LARGE, 23) * 1e-40,
     "huge": real(LARGE, 25).clamp(-3, 3) * 1e38,
 }
@@ -356,6 +430,18 @@ def test_topk_is_what_sorting_finds(name):
         back = torch.zeros_like(x)
         back[want] = x[want]
         assert torch.equal(round_trip(codec, x), back)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_topk_takes_nan_for_the_largest(dtype):
+    for numel, bad in ((10, [3]), (1000, [0, 999]), (LARGE, [5, 77_777, LARGE - 1]), (LARGE, range(0, LARGE, 3))):
+        x = real(numel, 33, dtype)
+        x[list(bad)] = -math.nan
+        k = max(1, math.floor(0.01 * numel + 0.5))
+        first = sorted(bad)[:k]
+        rest = largest_by_sorting(x.nan_to_num(0.0), k - len(first))
+        assert positions_sent(C.topk(0.01), x.float()) == sorted([*first, *rest])
+        assert round_trip(C.topk(0.01), x)[first].isnan().all()
 
 
 def test_topk_sends_exactly_k():

@@ -12,6 +12,7 @@ import torch
 from codec_table import one_thread, same_data  # noqa: F401  (one_thread is a fixture)
 
 import ptcollect as pc
+from ptcollect.comm import Axis, Comm
 
 C = pc.codecs
 FEEDBACK = pc.error_feedback()
@@ -273,3 +274,40 @@ def test_a_rank_with_nan_poisons_openly():
         grads = [torch.ones(200), torch.ones(200)]
         grads[1][77] = math.nan
         assert not torch.isfinite(pc.simulate(sync, grads).trees[0]).all(), codec
+
+
+@pc.reducer
+async def partly_encoded(x, comm):
+    """Encodes some parts of `x`, some of them twice, and sends nothing."""
+    for start, stop in ((2, 5), (9, 12), (4, 6), (0, 1)):
+        comm.encode(x[start:stop], at=start)
+    return x
+
+
+def test_what_is_encoded_twice_is_booked_twice_and_the_rest_is_zero():
+    x = torch.arange(15.0).add(0.3).to(torch.bfloat16).float() + 2.0**-10
+    lost = 2.0**-10  # bf16 keeps none of it
+    times = torch.tensor([1, 0, 1, 1, 2, 1, 0, 0, 0, 1, 1, 1, 0, 0, 0])
+    run = pc.simulate(pc.chain(FEEDBACK, pc.compress("bf16"), partly_encoded()), [x.clone(), x.clone()])
+    for state in run.states:
+        assert torch.equal(state["error_feedback"]["residual"]["<tensor>"], times * lost)
+    alone = pc.simulate(pc.chain(FEEDBACK, pc.compress("bf16"), partly_encoded()), [x.clone()])
+    assert not alone.states[0]["error_feedback"]["residual"]["<tensor>"].any()
+
+
+def test_a_donated_gradient_takes_its_residual_in_place():
+    grad = {"a": torch.randn(5, 7, generator=torch.Generator().manual_seed(1)), "half": torch.ones(3).bfloat16()}
+    residual = {"a": torch.full((5, 7), 0.25), "half": torch.full((3,), 0.25)}
+    for owned in (False, True):
+        tree = {path: leaf.clone() for path, leaf in grad.items()}
+        comm = Comm({None: Axis(0, 1)}).replace(owned=owned)
+        inner = pc.chain(pc.compress("int4"), pc.ring_reduce())
+        steps = FEEDBACK.update(inner, tree, {"residual": residual, "inner": inner.begin(tree)}, comm)
+        with pytest.raises(StopIteration) as end:  # noqa: PT011
+            steps.send(None)  # alone: it asks for nothing
+        result, _ = end.value.value
+        assert torch.equal(result["a"], grad["a"] + 0.25)
+        assert torch.equal(result["half"], torch.full((3,), 1.25).bfloat16())
+        assert (result["a"].data_ptr() == tree["a"].data_ptr()) == owned
+        assert owned or same_data(tree, grad)
+        assert (residual["a"] == 0.25).all()

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ptcollect.codecs.codec import Codec, Key, accumulate
+from ptcollect.codecs.codec import Codec, Key, accumulate, book
 
 
 @dataclass(frozen=True, repr=False)
@@ -32,6 +32,9 @@ class Cast(Codec):
 
     def accumulate(self, packet: Tensor, into: Tensor, keep: float, alpha: float) -> None:
         accumulate(packet.view(self.dtype), into, keep, alpha)
+
+    def book(self, packet: Tensor, x: Tensor, into: Tensor, keep: float, alpha: float) -> None:
+        book(packet.view(self.dtype), x, into, keep, alpha)
 
 
 @dataclass(frozen=True, repr=False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -11,7 +12,8 @@ from torch import Tensor
 
 from ptcollect.value import Value
 
-BLOCK = 1 << 16  # elements worked on at a time: 256 KiB of float32 stay in a core's cache
+BLOCK = 1 << 16  # elements in a block of the wire formats
+STEP = 1 << 19  # elements worked on at a time: 2 MiB of float32 stay in a cache, and calls cost little beside it
 
 
 @dataclass(frozen=True)
@@ -91,6 +93,15 @@ class Codec(Value):
         """
         accumulate(self.decode(packet, into.numel(), into.dtype), into, keep, alpha)
 
+    def book(self, packet: Tensor, x: Tensor, into: Tensor, keep: float, alpha: float) -> None:
+        """``into = keep * into + alpha * (x - decode(packet))``, with `keep` 0 or 1.
+
+        Override where that needs no whole row of differences.
+        """
+        lost = into.copy_(x) if keep == 0 else x.clone()
+        self.accumulate(packet, lost, 1.0, -1.0)
+        _booked(lost, into, keep, alpha)
+
 
 def accumulate(numbers: Tensor, into: Tensor, keep: float, alpha: float) -> None:
     """``into = keep * into + alpha * numbers`` in blocks that stay in cache, so that memory is passed over once."""
@@ -102,20 +113,54 @@ def accumulate(numbers: Tensor, into: Tensor, keep: float, alpha: float) -> None
         if alpha != 1:
             into.mul_(alpha)
         return
-    for start in range(0, into.numel(), BLOCK):
-        block = into[start : start + BLOCK]
+    # Mixed dtypes make torch convert the operand first; here that copy is small, and into the same place each time.
+    room = None if numbers.dtype == into.dtype else into.new_empty(min(into.numel(), STEP))
+    for block, part in zip(parts(into, STEP), parts(numbers, STEP), strict=True):
         if keep != 1:
             block.mul_(keep)
-        # Mixed dtypes make torch convert the operand first; here that copy is small.
-        block.add_(numbers[start : start + BLOCK].to(into.dtype), alpha=alpha if alpha != 1 else 1)  # ints: no float
+        same = part if room is None else room[: len(part)].copy_(part)
+        block.add_(same, alpha=alpha if alpha != 1 else 1)  # ints: no float
+
+
+def book(numbers: Tensor, x: Tensor, into: Tensor, keep: float, alpha: float) -> None:
+    """``into = keep * into + alpha * (x - numbers)`` in blocks that stay in cache."""
+    room = x.new_empty(min(x.numel(), STEP))
+    for part, given, place in zip(parts(numbers, STEP), parts(x, STEP), parts(into, STEP), strict=True):
+        book_block(room[: len(part)].copy_(part), given, place, keep, alpha)
+
+
+def book_block(decoded: Tensor, x: Tensor, into: Tensor, keep: float, alpha: float) -> None:
+    """``into = keep * into + alpha * (x - decoded)``, with `keep` 0 or 1; overwrites `decoded`."""
+    _booked(torch.sub(x, decoded, out=into if keep == 0 else decoded), into, keep, alpha)
+
+
+def _booked(lost: Tensor, into: Tensor, keep: float, alpha: float) -> None:
+    if keep != 0:
+        into.add_(lost, alpha=alpha)
+    elif alpha != 1:
+        into.mul_(alpha)  # it is `lost` itself
+
+
+def parts(row: Tensor, size: int, whole: int | None = None) -> Sequence[Tensor]:
+    """A flat tensor in parts of `size` and what is left; or only its first `whole` numbers, and what is left of it."""
+    numel = row.numel()
+    if whole is None or whole == numel:
+        return torch.split(row, size) if numel > size else (row,) if numel else ()
+    return (*torch.split(row[:whole], size), row[whole:]) if whole else (row,)
 
 
 def total(numbers: Tensor) -> Tensor:
     """The sum of a flat tensor, in an order that does not depend on the number of threads, as ``sum()`` does."""
-    while numbers.numel() > 256:
-        short = -numbers.numel() % 256
-        numbers = (torch.nn.functional.pad(numbers, (0, short)) if short else numbers).view(-1, 256).sum(1)
-    return numbers.sum()
+    return totals(numbers.unsqueeze(0))[0]
+
+
+def totals(rows: Tensor) -> Tensor:
+    """The `total` of each row."""
+    while rows.shape[1] > 256:
+        short = -rows.shape[1] % 256
+        whole = torch.nn.functional.pad(rows, (0, short)) if short else rows
+        rows = whole.reshape(-1, 256).sum(1).view(len(rows), -1)
+    return rows.sum(1)
 
 
 def mean_magnitude(size: Tensor) -> Tensor:

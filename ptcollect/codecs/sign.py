@@ -7,8 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ptcollect.codecs.bits import pack_marks, unpack
-from ptcollect.codecs.codec import BLOCK, Codec, Key, mean_magnitude, total
+from ptcollect.codecs.bits import pack_marks
+from ptcollect.codecs.blocks import Narrow
+from ptcollect.codecs.codec import BLOCK, Codec, Key, mean_magnitude, totals
 from ptcollect.value import whole_number
 
 
@@ -42,50 +43,34 @@ def sign(block: int = 65536) -> Codec:
 
 
 @dataclass(frozen=True, repr=False)
-class _Sign(Codec):
+class _Sign(Narrow):
     name = "sign"
+    bits = 1
+    unit = -1
     block: int = BLOCK
 
-    def wire_bytes(self, numel: int) -> int:
-        return 4 * -(-numel // self.block) + -(-numel // 8)
-
     def encode(self, x: Tensor, key: Key) -> Tensor:
-        numel = x.numel()
-        packet = torch.empty(self.wire_bytes(numel), dtype=torch.uint8, device=x.device)
-        if not numel:
+        packet = torch.empty(self.wire_bytes(x.numel()), dtype=torch.uint8, device=x.device)
+        if not x.numel():
             return packet
-        parts = torch.split(x, self.block)
-        scales, codes = packet.tensor_split([4 * len(parts)])
-        whole = torch.empty_like(parts[0])
-        rooms = [whole] * (len(parts) - 1) + [whole[: parts[-1].numel()]]
+        scales, codes = self.parts(packet, x.numel())
+        groups = [group.view(-(-len(group) // self.block), -1) for group in self.split(x)]
+        room = torch.empty_like(groups[0])
         sums = []
-        for part, room, place in zip(parts, rooms, torch.split(codes, self.block // 8), strict=True):
-            sums.append(total(torch.abs(part, out=room)))
+        for group, place in zip(groups, codes, strict=True):
+            if group.shape != room.shape:
+                room = room.view(-1)[: group.numel()].view(group.shape)
+            sums.append(totals(torch.abs(group, out=room)))
             # Comparisons into a float tensor are vectorised; into a bool tensor they are not.
-            pack_marks(torch.ge(part, 0, out=room), place)
-        mean = torch.stack(sums)
-        mean[:-1] /= self.block
-        mean[-1] /= parts[-1].numel()
-        if not bool(torch.isfinite(mean).all()):
-            mean = torch.stack([mean_magnitude(part.abs()) for part in parts])  # some sum may have overflowed
-        scales.view(torch.float32).copy_(mean)
+            pack_marks(torch.ge(group, 0, out=room), place)
+        mean = torch.cat(sums)
+        whole = x.numel() // self.block
+        mean[:whole] /= self.block
+        mean[whole:] /= x.numel() - whole * self.block
+        if not bool(torch.isfinite(mean).all()):  # some sum may have overflowed
+            mean = torch.stack([mean_magnitude(part.abs()) for part in torch.split(x, self.block)])
+        scales.copy_(mean)
         return packet
 
-    def decode(self, packet: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
-        out = torch.empty(numel, dtype=dtype, device=packet.device)
-        self.accumulate(packet, out, 0.0, 1.0)
-        return out
-
-    def accumulate(self, packet: Tensor, into: Tensor, keep: float, alpha: float) -> None:
-        numel = into.numel()
-        blocks = -(-numel // self.block)
-        scales = packet[: 4 * blocks].view(torch.float32).tolist()
-        for scale, start in zip(scales, range(0, numel, self.block), strict=True):
-            part = into[start : start + self.block]
-            place = 4 * blocks + start // 8
-            bits = unpack(packet[place : place + -(-part.numel() // 8)], 1, part.numel())
-            signs = bits.mul_(-2).sub_(1)  # from -1 and 0 to 1 and -1
-            if keep == 0:
-                part.copy_(signs).mul_(alpha * scale)
-            else:
-                (part if keep == 1 else part.mul_(keep)).add_(signs.to(into.dtype), alpha=alpha * scale)
+    def read(self, codes: Tensor, count: int) -> Tensor:
+        return super().read(codes, count).bitwise_or_(1)  # -1 where the bit is set and 1 where it is not: hence `unit`

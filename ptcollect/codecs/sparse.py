@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ptcollect.codecs.cast import Cast
-from ptcollect.codecs.codec import BLOCK, Codec, Key
+from ptcollect.codecs.codec import STEP, Codec, Key
 
 _FULL = Cast(torch.float32)
 
@@ -179,8 +179,11 @@ def largest(x: Tensor, k: int) -> Tensor:
     numel = x.numel()
     if k >= numel:
         return torch.arange(numel, device=x.device)
-    candidates = _reaching(x, _threshold(x, k))
-    if candidates.numel() < k:  # the sample was misleading (or there are NaNs)
+    for deviations in (3, 12):
+        candidates = _reaching(x, _threshold(x, k, deviations))
+        if candidates.numel() >= k:
+            break  # else the sample was misleading
+    else:
         candidates = torch.arange(numel, device=x.device)
     size = x.index_select(0, candidates).abs_()
     if bool(size.sum().isnan()):  # NaN counts as the largest, and only sorting finds a place for it
@@ -193,24 +196,28 @@ def largest(x: Tensor, k: int) -> Tensor:
     return candidates.index_select(0, keep.nonzero().view(-1))
 
 
-def _threshold(x: Tensor, k: int) -> Tensor:
-    """A magnitude that more than `k` numbers very probably reach, and not many more."""
+def _threshold(x: Tensor, k: int, deviations: int) -> Tensor:
+    """A magnitude that more than `k` numbers very probably reach, by so many standard deviations, and not many more."""
     step = max(1, x.numel() // 65536)
     sample = x[::step].abs()
     share = k * sample.numel() / x.numel()
-    most = min(sample.numel(), int(share + 4 * share**0.5) + 4)
+    most = min(sample.numel(), int(share + deviations * share**0.5) + 4)
     return sample.topk(most, sorted=False).values.amin()
 
 
 def _reaching(x: Tensor, least: Tensor) -> Tensor:
-    """Positions of the numbers whose magnitude is `least` or more, ascending."""
+    """Positions of the numbers whose magnitude is `least` or more, or NaN, ascending."""
     numel = x.numel()
     marks = torch.empty(-(-numel // 8) * 8, dtype=torch.int8, device=x.device)
     marks[numel:] = 0
-    for start in range(0, numel, BLOCK):
-        part = x[start : start + BLOCK]
-        # In place the comparison gives numbers and is vectorised; one that gives bools is not.
-        marks[start : start + part.numel()] = part.abs().lt_(least).sub_(1)  # NaN is not below: it is kept
+    # The bits of magnitudes are ordered as the magnitudes are, and those of NaN come last. Comparisons that give
+    # numbers are vectorised; those that give bools are not.
+    whole = torch.int32 if x.dtype == torch.float32 else torch.int64
+    bits = int(least.view(whole))
+    room = x.new_empty(min(numel, STEP))
+    for part, place in zip(torch.split(x, STEP), torch.split(marks[:numel], STEP), strict=True):
+        size = torch.abs(part, out=room[: len(part)]).view(whole)
+        place.copy_(torch.ge(size, bits, out=size))
     # First the eights of marks that are not all 0, then the marks in those.
     eights = marks.view(torch.int64)
     some = eights.nonzero().view(-1)

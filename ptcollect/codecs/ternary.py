@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ptcollect.codecs.bits import pack, unpack
+from ptcollect.codecs.bits import pack
+from ptcollect.codecs.blocks import Narrow
 from ptcollect.codecs.codec import BLOCK, Codec, Key, mean_magnitude, random_fractions, total
 from ptcollect.value import whole_number
 
@@ -45,14 +46,12 @@ def ternary(block: int = 65536, *, stochastic: bool = False, seed: int = 0) -> C
 
 
 @dataclass(frozen=True, repr=False)
-class _Ternary(Codec):
+class _Ternary(Narrow):
     name = "ternary"
+    bits = 2
     block: int = BLOCK
     stochastic: bool = False
     seed: int = 0
-
-    def wire_bytes(self, numel: int) -> int:
-        return 4 * -(-numel // self.block) + -(-numel // 4)
 
     def encode(self, x: Tensor, key: Key) -> Tensor:
         numel = x.numel()
@@ -64,7 +63,7 @@ class _Ternary(Codec):
             part = x[start : start + self.block]
             size = part.abs()
             scales[i], keep = self._chosen(size, generator)
-            packed = pack(torch.sign(part).mul_(keep).to(torch.int8).bitwise_and_(3), 2)
+            packed = pack(torch.sign(part).mul_(keep).to(torch.int8), 2)
             place = 4 * blocks + start // 4
             packet[place : place + packed.numel()] = packed
         return packet
@@ -80,21 +79,3 @@ class _Ternary(Codec):
         count = total(keep).clamp_(min=1)
         scale = mean_magnitude(size.mul_(keep)) * (size.numel() / count)
         return torch.where(torch.isfinite(mean), scale, torch.nan), keep
-
-    def decode(self, packet: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
-        out = torch.empty(numel, dtype=dtype, device=packet.device)
-        self.accumulate(packet, out, 0.0, 1.0)
-        return out
-
-    def accumulate(self, packet: Tensor, into: Tensor, keep: float, alpha: float) -> None:
-        numel = into.numel()
-        blocks = -(-numel // self.block)
-        scales = packet[: 4 * blocks].view(torch.float32).tolist()
-        for scale, start in zip(scales, range(0, numel, self.block), strict=True):
-            part = into[start : start + self.block]
-            place = 4 * blocks + start // 4
-            codes = unpack(packet[place : place + -(-part.numel() // 4)], 2, part.numel())
-            if keep == 0:
-                part.copy_(codes).mul_(alpha * scale)
-            else:
-                (part if keep == 1 else part.mul_(keep)).add_(codes.to(into.dtype), alpha=alpha * scale)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from ptcollect.averaging import finish_mean, partial_scale, split_evenly
@@ -60,7 +61,8 @@ def mean_in_rank_order(packets: dict[int, Packet], comm: Comm) -> Tensor:
 
 def sum_in_rank_order(packets: dict[int, Packet], comm: Comm, *, scale: float = 1.0) -> Tensor:
     """`scale`, a power of two, times the sum of what all ranks sent, added up from rank 0 to n-1 in fresh storage."""
-    total = comm.decode(packets[0]).clone()
+    total = torch.empty(packets[0].numel, dtype=comm.dtype, device=comm.device)
+    comm.accumulate(packets[0], total, keep=0.0)
     for rank in range(1, len(packets)):
         comm.accumulate(packets[rank], total, keep=scale if rank == 1 else 1.0, alpha=scale)
     return total

@@ -209,6 +209,8 @@ class Reducer(Pipeline):
         # Dtypes first, all of them: a leaf that cannot be treated is an error before any traffic.
         comms = {path: comm.for_leaf(path, leaf) for path, leaf in tree.items()}
         if comm.size == 1:
+            for own in comms.values():
+                own.close_books()
             tree, _ = await comm.settled(tree)
             return (tree if comm.owned else {path: fresh_copy(leaf) for path, leaf in tree.items()}), state
         out = {path: leaf if comm.owned else fresh_copy(leaf) for path, leaf in tree.items() if leaf.numel() == 0}
@@ -225,6 +227,7 @@ class Reducer(Pipeline):
         numel = x.numel()
         value = await self.factory.function(x, comm, **options)
         self._check(value, numel, comm)
+        comm.close_books()
         result = from_flat(value, leaf)
         return overwrite(leaf, result) if comm.owned else result
 

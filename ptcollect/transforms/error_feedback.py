@@ -107,13 +107,13 @@ class ErrorFeedback(Transform):
         inside = comm.replace(owned=True, residuals=booked)
         if comm.incoming is None:
             with span("error_feedback, add residuals"):
-                given = {path: _corrected(leaf, before.get(path)) for path, leaf in tree.items()}
+                given = {path: _corrected(leaf, before.get(path), owned=comm.owned) for path, leaf in tree.items()}
         else:
             given = {path: before.get(path, leaf) for path, leaf in tree.items()}  # what the values will look like
 
             async def incoming(paths: Sequence[str], _: Comm) -> Leaves:
                 arrived = await comm.arrived(tree, paths)
-                return {path: _corrected(leaf, before.get(path)) for path, leaf in arrived.items()}
+                return {path: _corrected(leaf, before.get(path), owned=comm.owned) for path, leaf in arrived.items()}
 
             inside = inside.replace(incoming=incoming)
         out, inner_state = await apply_settled(inner, given, state["inner"], inside)
@@ -149,6 +149,8 @@ class ErrorFeedback(Transform):
             )
 
 
-def _corrected(leaf: Tensor, residual: Tensor | None) -> Tensor:
-    """The leaf plus its residual, in the residual's dtype, as a tensor of its own."""
+def _corrected(leaf: Tensor, residual: Tensor | None, *, owned: bool) -> Tensor:
+    """The leaf plus its residual, in the residual's dtype, that the pipeline inside may overwrite."""
+    if owned and leaf.is_contiguous() and (residual is None or leaf.dtype == residual.dtype):
+        return leaf if residual is None else leaf.add_(residual)
     return fresh_copy(leaf) if residual is None else leaf.to(residual.dtype) + residual

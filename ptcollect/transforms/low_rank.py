@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -104,26 +105,29 @@ class LowRank(Transform):
         self._check_basis(matrices, basis)
 
         lost_p: Leaves | None = None if comm.residuals is None else {}
-        ps = {path: _product(matrices[path], basis[path]) if path in matrices else leaf for path, leaf in tree.items()}
+        ps = {
+            path: _bounded(_times, matrices[path], basis[path]) if path in matrices else leaf
+            for path, leaf in tree.items()
+        }
         # Dense leaves may be the caller's own, so nothing in this round is overwritten.
         first, p_state = await inner.apply(ps, state["p"], comm.replace(owned=False, residuals=lost_p))
         orthogonal = {path: _orthonormal(first[path]) for path in matrices}
 
         lost_q: Leaves | None = None if comm.residuals is None else {}
-        qs = {path: _product(matrix.t(), orthogonal[path]) for path, matrix in matrices.items()}
+        qs = {path: _bounded(_transposed_times, matrix, orthogonal[path]) for path, matrix in matrices.items()}
         mine = {path: q.clone() for path, q in qs.items()} if comm.residuals is not None else {}
         second, q_state = await inner.apply(qs, state["q"], comm.replace(owned=True, residuals=lost_q, scope="Q of "))
 
         out = dict(first)
         for path in matrices:
-            out[path] = restrided(
-                (orthogonal[path] @ second[path].t()).view(tree[path].shape).to(tree[path].dtype), tree[path]
-            )
+            product = _outer(orthogonal[path], second[path])
+            out[path] = restrided(product.view(tree[path].shape).to(tree[path].dtype), tree[path])
         if comm.residuals is not None and lost_p is not None and lost_q is not None:
             comm.residuals.update({path: lost for path, lost in lost_p.items() if path not in matrices})
             for path, matrix in matrices.items():
                 sent = mine[path] - from_flat(lost_q[path], mine[path]) if path in lost_q else mine[path]
-                comm.residuals[path] = (matrix - orthogonal[path] @ sent.t()).reshape(-1)
+                arrived = _outer(orthogonal[path], sent)
+                comm.residuals[path] = torch.sub(matrix, arrived, out=arrived).view(-1)
         new_basis = {**basis, **{path: _orthonormal(second[path]) for path in matrices}}
         return {path: out[path] for path in tree}, {"basis": new_basis, "p": p_state, "q": q_state}
 
@@ -148,13 +152,36 @@ def _matrix(leaf: Tensor) -> Tensor:
     return leaf.reshape(leaf.shape[0], -1).to(wide_dtype(leaf.dtype))
 
 
-def _product(a: Tensor, b: Tensor) -> Tensor:
-    """``a @ b`` without overflow on the way, and bounded by the largest finite number."""
-    largest = torch.finfo(a.dtype).max
-    size = float(a.abs().amax())
-    if size < largest**0.25 or not size < float("inf"):
-        return a @ b
-    return ((a / size) @ b).mul_(size).clamp_(-largest, largest)
+# Products with thin matrices, in the forms that MKL is fast at: measured for 1024 x 1024 and 4 columns.
+
+
+def _times(matrix: Tensor, thin: Tensor) -> Tensor:
+    """``matrix @ thin``; by columns it takes a quarter of the time that it takes by rows."""
+    return (matrix @ thin.t().contiguous().t()).contiguous()
+
+
+def _transposed_times(matrix: Tensor, thin: Tensor) -> Tensor:
+    """``matrix.t() @ thin``; so spelt it takes twelve times as long."""
+    return (thin.t().contiguous() @ matrix).t().contiguous()
+
+
+def _outer(p: Tensor, q: Tensor) -> Tensor:
+    """``p @ q.t()``; with zeros added up to 16 columns it takes two thirds of the time."""
+    short = -p.shape[1] % 16 if p.shape[1] > 1 else 0
+    p, q = (torch.nn.functional.pad(each, (0, short)) for each in (p, q))
+    return p @ q.t()
+
+
+def _bounded(multiply: Callable[[Tensor, Tensor], Tensor], matrix: Tensor, thin: Tensor) -> Tensor:
+    """A product without overflow on the way, and bounded by the largest finite number."""
+    product = multiply(matrix, thin)
+    if bool(torch.isfinite(product).all()):
+        return product
+    size = float(matrix.abs().amax())
+    if not size < float("inf"):
+        return product
+    largest = torch.finfo(matrix.dtype).max
+    return multiply(matrix / size, thin).mul_(size).clamp_(-largest, largest)
 
 
 def _orthonormal(columns: Tensor) -> Tensor:

@@ -170,6 +170,7 @@ class Shard(Transform):
         elif mean:
             mine.mul_(ranks_inside)  # a mean of multiples of N is exact: the sum itself
 
+        first.close_books()
         booked: Leaves | None = None if comm.residuals is None else {}
         inside = comm.replace(
             owned=True,
