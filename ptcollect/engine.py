@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import atexit
 import queue
-import re
 import threading
 import weakref
 from collections.abc import Callable, Mapping
@@ -18,12 +17,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from ptcollect.arrivals import Arrivals
 from ptcollect.call import Place, call
 from ptcollect.chain import Chain
-from ptcollect.comm import AllReduce, Arrival, Axis, Exchange, Packet, Request
+from ptcollect.comm import Arrival, Axis, Exchange, Request
 from ptcollect.errors import PeerLostError, PipelineError
 from ptcollect.options import Options
 from ptcollect.pending import Pending
@@ -34,7 +32,7 @@ from ptcollect.reducers.reducer import Reducer
 from ptcollect.schedule import Task, drive
 from ptcollect.state import State
 from ptcollect.traffic import count
-from ptcollect.tree import Leaves
+from ptcollect.transfers import FromBackward, Transfer
 
 
 def run(pipeline: Pipeline, tree: Any, state: State | None, options: Mapping[str, Any]) -> tuple[Any, State]:
@@ -96,14 +94,14 @@ class Lane:
         self.private: dict[str | None, PrivateGroup] = {}
         self.generations: dict[str | None, int] = {}
         self.calls = 0
-        self.works: set[_Posted] = set()
+        self.works: set[Transfer] = set()
         self.streams: list[Arrivals] = []  # of calls that are queued or under way
         self._lock = threading.Lock()  # held by whoever performs a call
         self._jobs: queue.SimpleQueue[tuple[Callable[[Lane], Any], Future[Any]]] = queue.SimpleQueue()
         self._performer: int | None = None  # the thread that performs a call
         self._queued = 0
         self._worker: threading.Thread | None = None
-        self._waiting: tuple[_Posted, Future[None]] | None = None
+        self._waiting: tuple[Transfer, Future[None]] | None = None
         self._count_lock = threading.Lock()
 
     # Order: the caller's thread if idle, the communication thread otherwise.
@@ -194,7 +192,7 @@ class Lane:
         try:
             while True:
                 posted = steps.send(waited)
-                if by_tag and arrivals is not None and arrivals.open and isinstance(posted, _Posted):
+                if by_tag and arrivals is not None and arrivals.open and isinstance(posted, Transfer):
                     waited = self._wait_beside(posted, arrivals)
                 else:
                     waited = self._wait(posted)
@@ -205,16 +203,18 @@ class Lane:
         finally:
             steps.close()
 
-    def _wait(self, posted: _Posted | _Awaited) -> bool:
+    def _wait(self, posted: Transfer | FromBackward) -> bool:
         if self._waiting is not None and self._waiting[0] is posted:
             self._waiting[1].result()
             self._waiting = None
         else:
             with span(posted.name):
                 posted.wait()
+        if isinstance(posted, Transfer):
+            self.works.discard(posted)
         return True
 
-    def _wait_beside(self, posted: _Posted, arrivals: Arrivals) -> bool:
+    def _wait_beside(self, posted: Transfer, arrivals: Arrivals) -> bool:
         """Wait for a peer on a thread of its own, so as to post what backward delivers meanwhile."""
         if self._waiting is None or self._waiting[0] is not posted:
             job: Future[None] = Future()
@@ -228,14 +228,14 @@ class Lane:
     def _matches_by_tag(self) -> bool:
         return len(self.dims) == 1 and all(dist.get_backend(members.group) == "gloo" for members in self.dims.values())
 
-    def _post(self, request: Request[Any], task: Task) -> _Posted | _Awaited:
+    def _post(self, request: Request[Any], task: Task) -> Transfer | FromBackward:
         if isinstance(request, Arrival):
-            return _Awaited(request, max((members.timeout for members in self.dims.values()), default=_FOREVER))
+            return FromBackward(request, max((members.timeout for members in self.dims.values()), default=_FOREVER))
         members = self.dims[request.axis if request.axis in self.dims else next(iter(self.dims))]
         count(request, members.rank, members.size)
-        posted = _Posted(self, members, request, task)
+        posted = Transfer(request, task, self._group(members), self.lost)
         self.works.add(posted)
-        posted.post(self._group(members))
+        posted.post()
         return posted
 
     def _group(self, members: Members) -> PrivateGroup:
@@ -304,183 +304,8 @@ def _exchanges_only(pipeline: Pipeline) -> bool:
     return True
 
 
-class _Awaited:
-    """A wait for leaves from this rank's own backward pass."""
-
-    def __init__(self, request: Arrival, timeout: timedelta) -> None:
-        self.request = request
-        self.timeout = timeout
-        self.name = f"backward, {', '.join(request.paths)[:100]}"
-        self.answer: Leaves = {}
-        self.failure: Exception | None = None
-
-    def wait(self) -> None:
-        """Block until the leaves are there."""
-        try:
-            self.answer = self.request.arrivals.wait(self.request.paths, self.timeout)
-        except Exception as error:
-            self.failure = error
-
-    def result(self) -> Leaves:
-        """The leaves, or raises."""
-        if self.failure is not None:
-            raise self.failure
-        return self.answer
-
-
 class _EarlierFailureError(Exception):
     """The private group was dropped by a peer whose previous call failed while this rank's had already ended."""
-
-
-class _Posted:
-    """A request handed to torch.distributed."""
-
-    def __init__(self, lane: Lane, members: Members, request: Request[Any], task: Task) -> None:
-        self.lane = lane
-        self.members = members
-        self.request = request
-        self.round = task.round
-        self.tag = task.tag
-        self.pending: list[tuple[str, int, int, Any]] = []  # what it is, its bytes, the peer (-1: all), its Work
-        self.buffers: dict[int, Tensor] = {}
-        self.sent: list[Tensor] = []
-        self.failure: Exception | None = None
-
-    def post(self, group: PrivateGroup) -> None:
-        """Issue the sends and receives, or the collective."""
-        gloo = group.gloo
-        if gloo is None:
-            raise PeerLostError(f"{self._what()}: the connection is gone")
-        try:
-            if isinstance(self.request, Exchange):
-                self._exchange(self.request, group, gloo)
-            elif isinstance(self.request, AllReduce):
-                self._all_reduce(self.request, group, gloo)
-        except RuntimeError as error:
-            self.failure = self.lane.lost(f"{self._what()}: {_first_line(error)}", self.members, self.request)
-            raise self.failure from None
-
-    def _exchange(self, request: Exchange, group: PrivateGroup, gloo: Any) -> None:
-        if group.device_group is not None and not request.control:
-            self._exchange_on_device(request, group.device_group)
-            return
-        for peer, (_, size) in request.receive.items():
-            own = request.places.get(peer)
-            buffer = own if own is not None and own.is_cpu else torch.empty(size, dtype=torch.uint8)
-            self.buffers[peer] = buffer
-            if size:
-                self.pending.append(("receiving", size, peer, gloo.recv([buffer], peer, self.tag)))
-        for peer, packet in request.send.items():
-            data = packet.data.contiguous().cpu()
-            self.sent.append(data)
-            if data.numel():
-                self.pending.append(("sending", data.numel(), peer, gloo.send([data], peer, self.tag)))
-
-    def _exchange_on_device(self, request: Exchange, group: dist.ProcessGroup) -> None:
-        operations: list[dist.P2POp] = []
-        for peer, (_, size) in request.receive.items():
-            own = request.places.get(peer)
-            self.buffers[peer] = own if own is not None else torch.empty(size, dtype=torch.uint8, device=request.device)
-            if size:
-                operations.append(dist.P2POp(dist.irecv, self.buffers[peer], group=group, group_peer=peer))
-        for peer, packet in request.send.items():
-            self.sent.append(packet.data.contiguous())
-            if packet.data.numel():
-                operations.append(dist.P2POp(dist.isend, self.sent[-1], group=group, group_peer=peer))
-        if operations:
-            self.pending.extend(("exchanging", 0, -1, work) for work in dist.batch_isend_irecv(operations))
-
-    def _all_reduce(self, request: AllReduce, group: PrivateGroup, gloo: Any) -> None:
-        options = dist.AllreduceOptions()
-        options.reduceOp = dist.ReduceOp.SUM  # type: ignore[assignment]
-        backend = gloo if group.device_group is None else group.device_group
-        work = backend.allreduce([request.tensor], options)
-        self.pending.append(("all-reducing", request.tensor.numel() * request.tensor.element_size(), -1, work))
-
-    def wait(self) -> None:
-        """Block until everything is done; `result` then answers or raises."""
-        trouble = self._wait_each()
-        if trouble is not None:
-            self.failure = self.lane.lost(f"{self._what()}: {trouble}", self.members, self.request)
-            self.forget()
-        self.lane.works.discard(self)
-
-    @property
-    def name(self) -> str:
-        """What a profile calls the wait."""
-        leaf = f" of {self.request.leaf}" if self.request.leaf else ""
-        return f"{self.request.stage or 'exchange'}, round {self.round}{leaf}"
-
-    def _wait_each(self) -> str | None:
-        # Returns words, not the exception: its traceback would hold the Work, and that the group.
-        timeout = self.lane.private[self.members.axis].timeout
-        while self.pending:
-            doing, size, peer, work = self.pending[0]
-            trouble = _wait_watching(work, timeout, self._given_up) if peer < 0 else _wait(work, timeout)
-            if trouble is not None:
-                return f"{doing} {size} bytes{self._toward(doing, peer)} failed: {trouble}"
-            del self.pending[0]
-        return None
-
-    def _given_up(self) -> bool:
-        return self.lane.private[self.members.axis].read_note() is not None
-
-    def result(self) -> Any:
-        """The packets received, or the reduced tensor."""
-        if self.failure is not None:
-            raise self.failure
-        if isinstance(self.request, Exchange):
-            return {peer: Packet(self._received(peer), numel) for peer, (numel, _) in self.request.receive.items()}
-        assert isinstance(self.request, AllReduce)  # noqa: S101  (the driver posts nothing else)
-        return self.request.tensor
-
-    def _received(self, peer: int) -> Tensor:
-        assert isinstance(self.request, Exchange)  # noqa: S101
-        buffer, place = self.buffers[peer], self.request.places.get(peer)
-        if place is not None:
-            return place if buffer is place else place.copy_(buffer)
-        return buffer if self.request.device.type == "cpu" else buffer.to(self.request.device)
-
-    def forget(self) -> None:
-        """Let go of everything that keeps the group alive."""
-        self.pending.clear()
-
-    def _what(self) -> str:
-        leaf = f" of leaf {self.request.leaf!r}" if self.request.leaf else ""
-        return f"{self.request.stage or 'exchange'}, round {self.round}{leaf}, on {self._named(self.members.rank)}"
-
-    def _toward(self, doing: str, peer: int) -> str:
-        if peer < 0:
-            return ""
-        return f" from {self._named(peer)}" if doing == "receiving" else f" to {self._named(peer)}"
-
-    def _named(self, rank: int) -> str:
-        return self.members.named(rank)
-
-
-def _wait(work: Any, timeout: timedelta) -> str | None:
-    """Wait for `work`; what went wrong, in words."""
-    try:
-        work.wait(timeout)
-    except RuntimeError as error:
-        return _first_line(error)
-    return None
-
-
-def _wait_watching(work: Any, timeout: timedelta, given_up: Callable[[], bool]) -> str | None:
-    """The same for a collective, which does not always notice that a peer has closed its connections."""
-    slices = max(1, round(timeout / _SLICE))
-    for _ in range(slices):
-        trouble = _wait(work, _SLICE)
-        if trouble is None or "timed out" not in trouble.lower():
-            return trouble
-        if given_up():
-            return "a peer gave up"
-    return f"no end within {timeout.total_seconds():g} s"
-
-
-_SLICE = timedelta(seconds=0.25)
-_FOREVER = timedelta(days=1)
 
 
 def _work(lane: weakref.ref[Lane], jobs: queue.SimpleQueue[tuple[Callable[[Lane], Any], Future[Any]]]) -> None:
@@ -513,10 +338,5 @@ def _reason(error: BaseException) -> str:
     return str(error) if isinstance(error, PeerLostError) else f"{type(error).__name__}: {error}"
 
 
-def _first_line(error: Exception) -> str:
-    """What the network said, without gloo's source positions and advice."""
-    text = str(error).splitlines()[0] if str(error) else type(error).__name__
-    return re.sub(r"^\[\S*\] ", "", text).split(". This is typically")[0]
-
-
+_FOREVER = timedelta(days=1)
 _alone = Lane([])  # for pipelines that send nothing, and so need no group

@@ -696,15 +696,15 @@ def a_peer_that_falls_silent_in_a_call_is_named_with_round_and_leaf(rank: int, n
 @check()
 def batches_pair_up(rank: int, n: int) -> None:
     # Batch order differed between ranks: pytorch#161324.
-    from ptcollect import engine
+    from ptcollect import transfers
 
     batches: list[list[tuple[str, int, int, int]]] = []
-    gloo, post = dist.ProcessGroupGloo, engine._Posted.post
+    gloo, post = dist.ProcessGroupGloo, transfers.Transfer.post
     send, receive = gloo.send, gloo.recv
 
-    def recorded(posted: Any, group: Any) -> None:
+    def recorded(transfer: Any) -> None:
         batches.append([])
-        post(posted, group)
+        post(transfer)
 
     def sent(self: Any, tensors: list[Tensor], peer: int, tag: int) -> Any:
         batches[-1].append(("send", peer, tag, tensors[0].nbytes))
@@ -714,7 +714,7 @@ def batches_pair_up(rank: int, n: int) -> None:
         batches[-1].append(("recv", peer, tag, tensors[0].nbytes))
         return receive(self, tensors, peer, tag)
 
-    engine._Posted.post, gloo.send, gloo.recv = recorded, sent, received
+    transfers.Transfer.post, gloo.send, gloo.recv = recorded, sent, received
     try:
         records = []
         for _ in range(2):
@@ -725,7 +725,7 @@ def batches_pair_up(rank: int, n: int) -> None:
             records.append(batches)
             batches = []
     finally:
-        engine._Posted.post, gloo.send, gloo.recv = post, send, receive
+        transfers.Transfer.post, gloo.send, gloo.recv = post, send, receive
     expect(records[0] == records[1], "the order of operations depends on timing")
     expect(len(records[0]) > 500, f"only {len(records[0])} batches were recorded")
     for batch in records[0]:
