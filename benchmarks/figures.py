@@ -51,7 +51,9 @@ class Row:
     @property
     def reached(self) -> float | None:
         """The share of the limit that the median reaches: 1 is as good as can be."""
-        return None if self.limit is None else self.limit / self.median
+        if self.limit is None:
+            return None
+        return self.median / self.limit if self.unit == "steps" else self.limit / self.median
 
 
 @dataclass(frozen=True)
@@ -126,7 +128,7 @@ def in_unit(value: float, unit: str) -> str:
 def byte_size(size: int) -> str:
     """Bytes in powers of 1024, or of 1000 where those are rounder."""
     for scale, name in ((2**20, "MiB"), (2**10, "KiB")):
-        if size >= scale and size % scale == 0:
+        if scale <= size < 1024 * scale and size % scale == 0:
             return f"{size // scale} {name}"
     for scale, name in ((1e6, "MB"), (1e3, "KB")):
         if size >= scale:

@@ -14,9 +14,9 @@ near. For a training step it is never less than computing alone takes. For codec
 those of a copy."""
 
 SIZES = """4 ranks; one leaf up to 4 MiB, above that leaves of 4 MiB in buckets of 4 MiB. `all_reduce` is
-`dist.all_reduce` of one flat buffer in place, not even divided; `ring` is `ring_reduce()`, `direct` `all_to_all_avg()`, `all_gather`
-`all_gather_avg()`, *donated* with `donate=True`, *unchecked* with `check="first"`. Cells: ratio to `all_reduce`, share
-of the limit.
+`dist.all_reduce` of one flat buffer in place, not even divided; `ring` is `ring_reduce()`, `direct` `all_to_all_avg()`,
+`all_gather` `all_gather_avg()`, *donated* with `donate=True`, *unchecked* with `check="first"`. Cells: ratio to
+`all_reduce`, share of the limit.
 
 ![ratios by size](images/performance-sizes.svg)"""
 
@@ -38,7 +38,7 @@ MEMORY = """How far resident memory rises during a call above its level before t
 
 ![peaks](images/performance-memory.svg)"""
 
-OVERHEAD = """A warm `update` on rank 0 of 4 in one process, over a transport that answers at once and moves nothing:
+OVERHEAD = """A warm `update` on rank 0 of 4 in one process, over a transport that answers at once with what was sent:
 what is left is the library, packing and codecs included. Leaves of 1 KiB."""
 
 CODECS = """32 MiB of float32 on one core, in copies of the same numbers into memory that is there."""

@@ -109,7 +109,7 @@ def compression(choice: Choice) -> Iterator[list[Row]]:
 def training(choice: Choice) -> Iterator[list[Row]]:
     """Whole steps of DDP and without it."""
     for link in [_slowest(choice.links)] if choice.quick else choice.links:
-        yield _on_ranks("training", link, 4, choice, seconds=choice.seconds(60 if link == "200mbit" else 25))
+        yield _on_ranks("training", link, 4, choice, seconds=choice.seconds(40 if link == "200mbit" else 20))
 
 
 def hierarchical(choice: Choice) -> Iterator[list[Row]]:

@@ -11,6 +11,7 @@ the residuals, since neighbouring samples are alike; and how the medians of the 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import math
 import os
@@ -180,7 +181,7 @@ def slope(seconds: Sequence[float], memory: Sequence[float]) -> dict[str, float]
     x, y = list(seconds[begin:]), [value / 1e6 for value in memory[begin:]]
     blocks = max(3, min(BLOCKS, len(x) // 5))
     bounds = [len(x) * i // blocks for i in range(blocks + 1)]
-    means = [(sum(x[a:b]) / (b - a), sum(y[a:b]) / (b - a)) for a, b in zip(bounds, bounds[1:], strict=False) if b > a]
+    means = [(sum(x[a:b]) / (b - a), sum(y[a:b]) / (b - a)) for a, b in itertools.pairwise(bounds) if b > a]
     n = len(means)
     mean_x, mean_y = sum(a for a, _ in means) / n, sum(b for _, b in means) / n
     spread = sum((a - mean_x) ** 2 for a, _ in means)

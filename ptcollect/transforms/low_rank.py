@@ -123,7 +123,7 @@ class LowRank(Transform):
             comm.residuals.update({path: lost for path, lost in lost_p.items() if path not in matrices})
             for path, matrix in matrices.items():
                 sent = mine[path] - from_flat(lost_q[path], mine[path]) if path in lost_q else mine[path]
-                comm.residuals[path] = (matrix - orthogonal[path] @ sent.t()).reshape(-1)
+                comm.residuals[path] = torch.addmm(matrix, orthogonal[path], sent.t(), alpha=-1).reshape(-1)
         new_basis = {**basis, **{path: _orthonormal(second[path]) for path in matrices}}
         return {path: out[path] for path in tree}, {"basis": new_basis, "p": p_state, "q": q_state}
 
@@ -153,8 +153,14 @@ def _product(a: Tensor, b: Tensor) -> Tensor:
     largest = torch.finfo(a.dtype).max
     size = float(a.abs().amax())
     if size < largest**0.25 or not size < float("inf"):
-        return a @ b
-    return ((a / size) @ b).mul_(size).clamp_(-largest, largest)
+        return _times(a, b)
+    return _times(a / size, b).mul_(size).clamp_(-largest, largest)
+
+
+def _times(a: Tensor, b: Tensor) -> Tensor:
+    """``a @ b`` for a thin `b`, in an order that is fast whichever way `a` lies in memory."""
+    # With a transposed `a`, as in M^T P, `a @ b` takes torch 30 times as long on a CPU.
+    return (b.t() @ a.t()).t().contiguous()
 
 
 def _orthonormal(columns: Tensor) -> Tensor:
