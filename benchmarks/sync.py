@@ -60,26 +60,29 @@ def _of_size(size: int, settings: Settings) -> list[Measured]:
     reducers = {"ring": pc.ring_reduce(), "direct": pc.all_to_all_avg()}
     if hasattr(pc, "auto_reduce"):
         reducers["auto"] = pc.auto_reduce()
+    shaped = settings.link != "loopback"
     long = size >= 128 * MIB and settings.link == "200mbit"  # eight seconds a call
     flat = "dist.all_reduce of one flat buffer, not even divided"
     contenders = [Contender("all_reduce", flat, dist.all_reduce, prepare=flatten, tolerance=None)]
     for key, reducer in reducers.items():
-        if long and key != "ring":
-            continue
         pipeline = pc.chain(*around, reducer)
-        contenders.append(Contender(key, repr(pipeline), pipeline))
-        if size <= 256 * KIB:
+        if key == "ring" or not long:
+            contenders.append(Contender(key, repr(pipeline), pipeline))
+        if size <= 256 * KIB and key != "ring":
             unchecked = partial(pipeline, check="first")
             contenders.append(Contender(f"{key} unchecked", f'{pipeline!r}, check="first"', unchecked))
-        if not long:
+        if not shaped:  # behind a link it makes no difference
             donated = partial(pipeline, donate=True)
             contenders.append(Contender(f"{key} donated", f"{pipeline!r}, donate=True", donated, prepare=copied))
     if size <= 256 * KIB:
         gather = pc.all_gather_avg()
         contenders.append(Contender("all_gather", repr(gather), gather))
-    calls = 20 if size <= 64 * KIB else 10 if size <= 256 * KIB else 4 if size <= MIB else 1
+    calls = 1 if size > MIB else 5 if shaped or size == MIB else 20
     share = 0.04 if size <= 256 * KIB else 0.08 if size <= 4 * MIB else 0.3
-    return _with_limits(contenders, tree, settings, settings.seconds * share, calls, least=2 if long else 3)
+    seconds = settings.seconds * share
+    if long:  # the same pipeline is checked, and the connection warm, at 32 MiB
+        return compare(contenders, tree, seconds=seconds, least=2, checked=False)
+    return _with_limits(contenders, tree, settings, seconds, calls)
 
 
 # Whole trees --------------------------------------------------------------------------------------------------------
@@ -165,7 +168,7 @@ def limited(pipeline: Callable[[Tree], Tree], in_flight: int) -> Callable[[Tree]
 
 
 def _with_limits(
-    contenders: Sequence[Contender], tree: Tree, settings: Settings, seconds: float, calls: int, least: int = 3
+    contenders: Sequence[Contender], tree: Tree, settings: Settings, seconds: float, calls: int
 ) -> list[Measured]:
     """Time the contenders beside what sets their limit: copies in memory on loopback, plain TCP on a link."""
     n = dist.get_world_size()
@@ -177,11 +180,11 @@ def _with_limits(
         numbers = flatten(tree)
         room = torch.empty_like(numbers)
         extra = [Contender("copy", "copy the same bytes in memory", lambda _: room.copy_(numbers), tolerance=None)]
-    elif least >= 3 and size >= MIB:
+    elif size >= MIB:
         ring = RawRing(sent)
         extra = [Contender("tcp", "as many bytes through one TCP connection", ring, tolerance=None)]
     try:
-        rows = compare([*contenders, *extra], tree, seconds=seconds, calls=calls, least=least)
+        rows = compare([*contenders, *extra], tree, seconds=seconds, calls=calls)
     finally:
         if ring is not None:
             ring.close()
