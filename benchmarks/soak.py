@@ -2,22 +2,19 @@
 
     python benchmarks/soak.py --minutes 30 --ranks 4 --json benchmarks/results/soak.json
 
-Every round runs each pipeline once on every rank; every tenth round one rank brings another tree, which is an error on
-all ranks, and the next call works again. Once a second each rank notes its resident memory, open descriptors and
-threads. In the end: the slope of memory by least squares over the last two thirds, with a 95 % interval from blocks of
-the residuals, since neighbouring samples are alike; and how the medians of the last third compare with the first.
+Every round runs each pipeline once on every rank. After every tenth round one rank brings another tree, or raises in
+the middle of a call, which is an error on all ranks, and the next call works again. Once a second each rank notes its
+resident memory, open descriptors and threads. In the end: the slope of memory with a 95 % interval (`trend.py`), and
+how the medians of times in the last third compare with the first.
 """
 
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
-import math
 import os
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -31,11 +28,11 @@ import torch.distributed as dist
 from figures import machine
 from ranks import Carried, Tree, gradients, transformer
 from torch import nn
+from trend import growth, slope
 
 import ptcollect as pc
 
 ERROR_EVERY = 10
-BLOCKS = 20
 
 Run = Callable[[], object]
 
@@ -97,14 +94,24 @@ def hooked(pipeline: pc.Pipeline) -> Run:
     return run
 
 
-def bring_another_tree(rank: int) -> None:
-    """An error on all ranks: one of them brings a leaf of another shape."""
-    odd = {"weight": torch.ones(3 if rank == 1 else 2)}
+def fail(rank: int, turn: int) -> None:
+    """An error on all ranks: rank 1 brings a leaf of another shape, or raises in the middle of a call."""
+    if turn % (2 * ERROR_EVERY):
+        kind, pipeline, tree = pc.TreeMismatchError, pc.ring_reduce(), {"weight": torch.ones(3 if rank == 1 else 2)}
+    else:  # the engine drops its connections, and makes others for the next call
+        kind, pipeline, tree = Exception, pc.chain(pc.stateless(raise_on_rank_1), pc.ring_reduce()), torch.ones(1000)
     try:
-        pc.ring_reduce()(odd)
-    except pc.TreeMismatchError:
+        pipeline(tree)
+    except kind:
         return
-    raise RuntimeError("trees differ, and no error came")
+    raise RuntimeError("one rank was to fail, and no error came")
+
+
+def raise_on_rank_1(tree: Tree) -> Tree:
+    """A map that fails on one rank."""
+    if dist.get_rank() == 1:
+        raise RuntimeError("on purpose")
+    return tree
 
 
 def soak(seconds: float, out: str) -> None:
@@ -112,43 +119,41 @@ def soak(seconds: float, out: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
     rank = dist.get_rank()
-    tree = gradients(transformer(blocks=1, vocabulary=1024))  # 4 MB
-    every = runs(tree)
-    taken: dict[str, list[float]] = {name: [] for name in every}
-    levels: list[tuple[float, ...]] = []
-    errors = 0
-    begin = time.monotonic()
-    noted = -math.inf
+    every = runs(gradients(transformer(blocks=1, vocabulary=1024)))  # 4 MB
+    # Room for all that is noted, touched in advance: a list that grows would look like a leak.
+    capacity = 1000 + round(50 * seconds)
+    taken = torch.zeros(capacity, len(every), dtype=torch.float64)
+    levels = torch.zeros(10 + round(seconds), 4, dtype=torch.float64)
+    turn = noted = errors = 0
     go_on = torch.ones(1)
-    turn = 0
-    while True:
-        for name, run in every.items():
+    begin = time.monotonic()
+    while go_on and turn < capacity:
+        for place, run in enumerate(every.values()):
             dist.barrier()
             start = time.perf_counter()
             run()
-            taken[name].append(time.perf_counter() - start)
+            taken[turn, place] = time.perf_counter() - start
         turn += 1
         if turn % ERROR_EVERY == 0:
-            bring_another_tree(rank)
+            fail(rank, turn)
             errors += 1
         now = time.monotonic() - begin
-        if now - noted >= 1:
-            noted = now
-            levels.append((now, *level()))
-        go_on.fill_(1.0 if now < seconds else 0.0)
+        if now >= noted and noted < len(levels):
+            levels[noted] = torch.tensor([now, *level()], dtype=torch.float64)
+            noted += 1
+        go_on.fill_(now < seconds)
         dist.broadcast(go_on, 0)
-        if not go_on:
-            break
-    Path(f"{out}.{rank}").write_text(json.dumps({"taken": taken, "levels": levels, "errors": errors}))
+    seen = {"taken": dict(zip(every, taken[:turn].t().tolist(), strict=True)), "levels": levels[:noted].tolist()}
+    Path(f"{out}.{rank}").write_text(json.dumps({**seen, "errors": errors}))
     dist.barrier()
     dist.destroy_process_group()
 
 
-def level() -> tuple[float, float, float]:
-    """Bytes of resident memory, open descriptors, threads of the interpreter."""
+def level() -> tuple[int, int, int]:
+    """Bytes of resident memory, open descriptors, threads."""
     pages = int(Path("/proc/self/statm").read_text().split()[1])
-    descriptors = len(os.listdir("/proc/self/fd")) - 1  # noqa: PTH208  (the listing itself is one)
-    return float(pages * os.sysconf("SC_PAGE_SIZE")), float(descriptors), float(threading.active_count())
+    descriptors, threads = (len(os.listdir(f"/proc/self/{name}")) for name in ("fd", "task"))  # noqa: PTH208
+    return pages * os.sysconf("SC_PAGE_SIZE"), descriptors, threads
 
 
 # What the ranks saw -------------------------------------------------------------------------------------------------
@@ -168,40 +173,11 @@ def summary(ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
         "errors_recovered": ranks[0]["errors"],
         "memory_slope": max(slopes, key=lambda each: each["mb_per_hour"]),
         "memory_slopes": slopes,
-        "descriptors": growth(ranks, 2),
-        "threads": growth(ranks, 3),
+        "descriptors": growth([[row[2] for row in each["levels"]] for each in ranks]),
+        "threads": growth([[row[3] for row in each["levels"]] for each in ranks]),
         "pipelines": pipelines,
         "levels": [thinned(each["levels"]) for each in ranks],
     }
-
-
-def slope(seconds: Sequence[float], memory: Sequence[float]) -> dict[str, float]:
-    """MB/hour over the last two thirds, and a 95 % interval from the scatter of block means about the line."""
-    begin = len(seconds) // 3
-    x, y = list(seconds[begin:]), [value / 1e6 for value in memory[begin:]]
-    blocks = max(3, min(BLOCKS, len(x) // 5))
-    bounds = [len(x) * i // blocks for i in range(blocks + 1)]
-    means = [(sum(x[a:b]) / (b - a), sum(y[a:b]) / (b - a)) for a, b in itertools.pairwise(bounds) if b > a]
-    n = len(means)
-    mean_x, mean_y = sum(a for a, _ in means) / n, sum(b for _, b in means) / n
-    spread = sum((a - mean_x) ** 2 for a, _ in means)
-    if n < 3 or spread == 0:
-        return {"mb_per_hour": math.nan, "low": math.nan, "high": math.nan}
-    rise = sum((a - mean_x) * (b - mean_y) for a, b in means) / spread
-    rest = sum((b - mean_y - rise * (a - mean_x)) ** 2 for a, b in means)
-    half = 2.1 * math.sqrt(rest / (n - 2) / spread)  # Student's t for about 18 degrees of freedom
-    return {"mb_per_hour": rise * 3600, "low": (rise - half) * 3600, "high": (rise + half) * 3600}
-
-
-def growth(ranks: Sequence[dict[str, Any]], column: int) -> dict[str, float]:
-    """The medians of the second tenth and the last tenth, on the rank where it grew most."""
-    found = []
-    for each in ranks:
-        values = [row[column] for row in each["levels"]]
-        tenth = max(1, len(values) // 10)
-        found.append((median(values[tenth : 2 * tenth] or values), median(values[-tenth:])))
-    first, last = max(found, key=lambda pair: pair[1] - pair[0])
-    return {"first": first, "last": last}
 
 
 def thinned(levels: Sequence[Sequence[float]]) -> list[list[float]]:
