@@ -21,7 +21,7 @@ from ptcollect.state import State
 from ptcollect.tree import Leaves, Structure, flatten
 from ptcollect.value import refuse_tree
 
-# Smaller buckets cost rounds, larger ones overlap less: benchmarks/sync_speed.py --scenario tuning --caps ...
+# Smaller buckets cost rounds, larger ones overlap less: benchmarks/run.py --only tuning
 DEFAULT_CAP = "8MiB"
 
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
