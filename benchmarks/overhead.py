@@ -28,7 +28,7 @@ def overhead(seconds: float) -> list[Measured]:
                 run = Carried(pipeline, tree)
                 for _ in range(5):
                     run(tree)
-                samples = []
+                samples: list[float] = []
                 begin = time.perf_counter()
                 while len(samples) < 5 or (len(samples) < 40 and time.perf_counter() - begin < seconds / 12):
                     start = time.perf_counter()

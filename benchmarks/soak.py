@@ -96,13 +96,14 @@ def hooked(pipeline: pc.Pipeline) -> Run:
 
 def fail(rank: int, turn: int) -> None:
     """An error on all ranks: rank 1 brings a leaf of another shape, or raises in the middle of a call."""
-    if turn % (2 * ERROR_EVERY):
-        kind, pipeline, tree = pc.TreeMismatchError, pc.ring_reduce(), {"weight": torch.ones(3 if rank == 1 else 2)}
-    else:  # the engine drops its connections, and makes others for the next call
-        kind, pipeline, tree = Exception, pc.chain(pc.stateless(raise_on_rank_1), pc.ring_reduce()), torch.ones(1000)
+    mismatch = turn % (2 * ERROR_EVERY) != 0
+    expected: type[Exception] = pc.TreeMismatchError if mismatch else Exception
     try:
-        pipeline(tree)
-    except kind:
+        if mismatch:
+            pc.ring_reduce()({"weight": torch.ones(3 if rank == 1 else 2)})
+        else:  # the engine drops its connections, and makes others for the next call
+            pc.chain(pc.stateless(raise_on_rank_1), pc.ring_reduce())(torch.ones(1000))
+    except pc.TreeMismatchError if mismatch else Exception:
         return
     raise RuntimeError("one rank was to fail, and no error came")
 
