@@ -28,7 +28,7 @@ class RawRing:
         sender.start()
         missing = len(self.data)
         while missing:
-            got = self.left.recv_into(self.room)
+            got = self.left.recv_into(self.room, min(missing, len(self.room)))  # no more: the next call's may follow
             if not got:
                 raise RuntimeError("the left neighbour closed its connection")
             missing -= got
