@@ -58,7 +58,8 @@ def _machine(machines: Mapping[str, Mapping[str, Any]]) -> str:
         (f"`{name}`", machine["date"], f"`{machine['revision']}`", str(machine["load_before"]))
         for name, machine in machines.items()
     ]
-    return f"## Machine\n\n{what}.\n\n{table(('file', 'measured', 'revision', 'load before'), lines, left=3)}"
+    shared = "A load above 0.5 before a run means that other work shared the cores with it."
+    return f"## Machine\n\n{what}. {shared}\n\n{table(('file', 'measured', 'revision', 'load before'), lines, left=3)}"
 
 
 def _goals(results: Results) -> str:
@@ -235,7 +236,8 @@ def _plot_sizes(results: Results) -> Any:
             if points:
                 axis.plot(*zip(*sorted(points), strict=True), marker="o", markersize=3, label=key)
         axis.axhline(1, color="grey", linewidth=0.8)
-        axis.set(xscale="log", title=LINKS[link], xlabel="bytes", ylim=(0, 2))
+        axis.set(xscale="log", title=LINKS[link], xlabel="bytes")
+        axis.set_ylim(bottom=0)
     axes[0].set_ylabel("time / dist.all_reduce")
     axes[-1].legend()
     return figure

@@ -107,7 +107,10 @@ WAYS = [
         under_ddp(power_sgd, bucket_cap_mb=100),
         None,
     ),
-    Way("hook_native", "DDP, as_ddp_hook(all_reduce())", hooked(pc.all_reduce())),
+    # Without the module, whose parameters it would take one by one: DDP's buckets are what is reduced.
+    Way(
+        "hook_native", "DDP, as_ddp_hook(all_reduce())", under_ddp(lambda ddp: (None, pc.as_ddp_hook(pc.all_reduce())))
+    ),
     Way("hook_ring", f"DDP, as_ddp_hook({RING!r})", hooked(RING)),
     Way("hook_bf16", f"DDP, as_ddp_hook({BF16!r})", hooked(BF16), 1e-2),
     Way("hook_int8", f"DDP, as_ddp_hook({INT8!r})", hooked(INT8), 1e-2),
