@@ -20,7 +20,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +52,8 @@ class Choice:
     tcp: str | None
     repeats_scale: float
     deadline: float
+    skipped: list[str] = field(default_factory=list)
+    """What was not measured, and why."""
 
     def seconds(self, most: float) -> float:
         """Time for one scenario's rounds."""
@@ -149,9 +151,7 @@ def codecs(choice: Choice) -> Iterator[list[Row]]:
         _run_alone([sys.executable, str(HERE / "codec_speed.py"), *names, *repeats, "--json", str(out)], choice)
         measured = json.loads(out.read_text())["rows"]
     for each in measured:
-        share = WIRE_SHARE.get(each["codec"])
-        # Copying reads and writes every byte once; this reads the numbers and writes the packet, or the other way.
-        moved = None if share is None else (1 + share) / 2 + (0.5 if each["operation"] == "add" else 0)
+        moved = _moved(each["codec"], each["operation"])
         key = f"{each['codec']} {each['operation']}"
         rows.append(
             Row(
@@ -169,6 +169,16 @@ def codecs(choice: Choice) -> Iterator[list[Row]]:
             )
         )
     yield rows
+
+
+def _moved(codec: str, operation: str) -> float | None:
+    """Bytes that must be read and written, over those of a copy of the numbers; None for codecs not known here."""
+    share = WIRE_SHARE.get(codec)
+    if share is None:
+        return None
+    if operation == "add":  # what it adds to is read too, as far as the packet reaches
+        return share / 2 + (0.01 if "(1 %" in codec else 1.0)
+    return (1 + share) / 2
 
 
 WIRE_SHARE = {
@@ -263,8 +273,13 @@ def _on_ranks(scenario: str, link: str, world: int, choice: Choice, **settings: 
         out = Path(folder) / "measured.json"
         chosen = json.dumps({"link": link, **settings})
         command = [sys.executable, str(HERE / "rank_main.py"), scenario, chosen, str(out)]
-        with _network(scenario, link, world, choice.tcp) as net:
-            net.run(command, min(200.0, choice.left()), env)
+        try:
+            with _network(scenario, link, world, choice.tcp) as net:
+                net.run(command, min(200.0, choice.left()), env)
+        except netlab.NetlabError as error:
+            print("failed", flush=True)
+            choice.skipped.append(f"{shown}: {error}")
+            return []
         measured = json.loads(out.read_text())
     print(f"{time.monotonic() - begin:.0f} s", flush=True)
     return _limited([_row(scenario, link, world, each) for each in measured], measured)
@@ -318,7 +333,7 @@ def _slowest(links: Sequence[str]) -> str:
 
 def measure(names: Sequence[str], choice: Choice, tcp: str) -> Results:
     """The rows of the chosen scenarios; one that fails or finds no time is noted, and the others go on."""
-    results = Results(machine(tcp), [], [])
+    results = Results(machine(tcp), [], choice.skipped)
     for name in names:
         try:
             if name in ("overhead", "codecs", "import", "hooks"):
