@@ -222,7 +222,7 @@ def hooks(choice: Choice) -> Iterator[list[Row]]:
     rows = []
     for case in CASES:
         for hook, title in HOOKS.items():
-            steps, story = outcome(hook, case, limit=min(14.0, choice.left()))
+            steps, story = outcome(hook, case, limit=min(20.0, choice.left()))
             rows.append(
                 Row(
                     "hooks",
