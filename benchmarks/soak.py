@@ -3,14 +3,17 @@
     python benchmarks/soak.py --minutes 30 --ranks 4 --json benchmarks/results/soak.json
 
 Every round runs each pipeline once on every rank. After every tenth round one rank brings another tree, or raises in
-the middle of a call, which is an error on all ranks, and the next call works again. Once a second each rank notes its
-resident memory, open descriptors and threads. In the end: the slope of memory with a 95 % interval (`trend.py`), and
-how the medians of times in the last third compare with the first.
+the middle of a call, which is an error on all ranks, and the next call works again. Now and then each rank notes its
+resident memory, open descriptors and threads, when it has collected garbage and malloc has given back what is free:
+what malloc keeps for later would look like a leak. In the end: the slope of memory with a 95 % interval (`trend.py`),
+and how the medians of times in the last third compare with the first.
 """
 
 from __future__ import annotations
 
 import argparse
+import ctypes
+import gc
 import json
 import os
 import sys
@@ -124,7 +127,8 @@ def soak(seconds: float, out: str) -> None:
     # Room for all that is noted, touched in advance: a list that grows would look like a leak.
     capacity = 1000 + round(50 * seconds)
     taken = torch.zeros(capacity, len(every), dtype=torch.float64)
-    levels = torch.zeros(10 + round(seconds), 4, dtype=torch.float64)
+    levels = torch.zeros(400, 4, dtype=torch.float64)
+    apart = max(1.0, seconds / 390)
     turn = noted = errors = 0
     go_on = torch.ones(1)
     begin = time.monotonic()
@@ -139,7 +143,7 @@ def soak(seconds: float, out: str) -> None:
             fail(rank, turn)
             errors += 1
         now = time.monotonic() - begin
-        if now >= noted and noted < len(levels):
+        if now >= noted * apart and noted < len(levels):
             levels[noted] = torch.tensor([now, *level()], dtype=torch.float64)
             noted += 1
         go_on.fill_(now < seconds)
@@ -152,6 +156,8 @@ def soak(seconds: float, out: str) -> None:
 
 def level() -> tuple[int, int, int]:
     """Bytes of resident memory, open descriptors, threads."""
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     descriptors, threads = (len(os.listdir(f"/proc/self/{name}")) for name in ("fd", "task"))  # noqa: PTH208
     return pages * os.sysconf("SC_PAGE_SIZE"), descriptors, threads
