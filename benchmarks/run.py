@@ -1,7 +1,7 @@
 """How fast ptcollect is, beside what else one would use and beside what the machine and the link allow.
 
-    sudo python benchmarks/run.py --json benchmarks/results/NAME.json     # everything, 12 minutes at most
-    sudo python benchmarks/run.py --quick                                 # less of everything, 2 minutes at most
+    sudo python benchmarks/run.py --json benchmarks/results/NAME.json     # everything, about 12 minutes
+    sudo python benchmarks/run.py --quick                                 # less of everything, 2 minutes
     python benchmarks/run.py --links loopback                             # without root
     sudo python benchmarks/run.py --only dense training --links 200mbit
     python benchmarks/run.py --only tuning --links loopback               # bucket sizes and buckets in flight
@@ -76,14 +76,14 @@ def sizes(choice: Choice) -> Iterator[list[Row]]:
     whole = [4 * KIB, 16 * KIB, 64 * KIB, 256 * KIB, MIB, 4 * MIB, 32 * MIB, 128 * MIB]
     for link in choice.links:
         quick = [4 * KIB, 64 * KIB, MIB] + ([32 * MIB] if link == "loopback" else [])
-        seconds = choice.seconds(45 if link == "200mbit" else 30)
+        seconds = choice.seconds(30 if link == "200mbit" else 20)
         yield _on_ranks("sizes", link, 4, choice, seconds=seconds, sizes=quick if choice.quick else whole)
 
 
 def dense(choice: Choice) -> Iterator[list[Row]]:
     """25 MB of a transformer's gradients."""
     for link in choice.links:
-        yield _on_ranks("dense", link, 4, choice, seconds=choice.seconds(40 if link == "200mbit" else 12))
+        yield _on_ranks("dense", link, 4, choice, seconds=choice.seconds(25 if link == "200mbit" else 10))
 
 
 def worlds(choice: Choice) -> Iterator[list[Row]]:
@@ -105,19 +105,19 @@ def compression(choice: Choice) -> Iterator[list[Row]]:
     """Error feedback around codecs and low rank, behind the slowest link."""
     link = _slowest(choice.links)
     if link != "loopback" or len(choice.links) == 1:
-        yield _on_ranks("compression", link, 4, choice, seconds=choice.seconds(25))
+        yield _on_ranks("compression", link, 4, choice, seconds=choice.seconds(12))
 
 
 def training(choice: Choice) -> Iterator[list[Row]]:
     """Whole steps of DDP and without it."""
     for link in [_slowest(choice.links)] if choice.quick else choice.links:
-        yield _on_ranks("training", link, 4, choice, seconds=choice.seconds(40 if link == "200mbit" else 20))
+        yield _on_ranks("training", link, 4, choice, seconds=choice.seconds(30 if link == "200mbit" else 12))
 
 
 def hierarchical(choice: Choice) -> Iterator[list[Row]]:
     """Two nodes with one uplink each, where links are shaped at all."""
     if any(link != "loopback" for link in choice.links) and not choice.quick:
-        yield _on_ranks("hierarchical", "100mbit", 4, choice, seconds=choice.seconds(25))
+        yield _on_ranks("hierarchical", "100mbit", 4, choice, seconds=choice.seconds(12))
 
 
 def memory(choice: Choice) -> Iterator[list[Row]]:
@@ -372,18 +372,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     every = [name for name in SCENARIOS if name != "tuning"]
     parser.add_argument("--only", nargs="+", choices=SCENARIOS, default=every, help="default: all but tuning")
-    parser.add_argument(
-        "--links", nargs="+", default=["loopback", "200mbit", "1gbit"], help="loopback, or as tc writes it"
-    )
+    links = "loopback, or as tc writes it (default: loopback 200mbit 1gbit; with --quick not 200mbit)"
+    parser.add_argument("--links", nargs="+", help=links)
     parser.add_argument("--quick", action="store_true", help="fewer sizes and rounds, 2 minutes")
-    parser.add_argument("--minutes", type=float, help="when to stop (default 12, with --quick 2)")
+    parser.add_argument("--minutes", type=float, help="when to stop (default 13, with --quick 2)")
     parser.add_argument("--tcp", default="reno", help="congestion control on shaped links, or `machine` for its own")
     parser.add_argument("--json", type=Path, help="also write all samples here")
     args = parser.parse_args()
     netlab.exit_on_sigterm()
-    minutes = args.minutes or (2 if args.quick else 12)
+    minutes = args.minutes or (2 if args.quick else 13)
     choice = Choice(
-        links=args.links,
+        links=args.links or ["loopback", *["200mbit"] * (not args.quick), "1gbit"],
         quick=args.quick,
         tcp=None if args.tcp == "machine" else args.tcp,
         repeats_scale=0.15 if args.quick else 1.0,
