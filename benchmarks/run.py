@@ -104,7 +104,7 @@ def small(choice: Choice) -> Iterator[list[Row]]:
 def compression(choice: Choice) -> Iterator[list[Row]]:
     """Error feedback around codecs and low rank, behind the slowest link."""
     link = _slowest(choice.links)
-    if link != "loopback" or len(choice.links) == 1:
+    if not choice.quick and (link != "loopback" or len(choice.links) == 1):
         yield _on_ranks("compression", link, 4, choice, seconds=choice.seconds(12))
 
 
