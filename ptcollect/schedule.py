@@ -22,7 +22,7 @@ from ptcollect.comm import AllReduce, Arrival, Begin, End, Exchange, Fork, Reque
 from ptcollect.errors import PipelineError
 
 IN_FLIGHT = 4
-"""How many children of a fork run at a time (benchmarks/sync_speed.py --scenario tuning --in-flight ...)."""
+"""How many children of a fork run at a time (benchmarks/run.py --only tuning)."""
 
 
 class Handle(Protocol):

@@ -21,7 +21,7 @@ from ptcollect.state import State
 from ptcollect.tree import Leaves, Structure, flatten
 from ptcollect.value import refuse_tree
 
-# Smaller buckets cost rounds, larger ones overlap less: benchmarks/sync_speed.py --scenario tuning --caps ...
+# Smaller buckets cost rounds, larger ones overlap less: benchmarks/run.py --only tuning
 DEFAULT_CAP = "8MiB"
 
 

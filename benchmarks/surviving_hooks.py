@@ -1,9 +1,7 @@
 """PowerSGD as a communication hook of DistributedDataParallel: torch's own beside `pc.as_ddp_hook(low_rank)`.
 
-    python benchmarks/powersgd_hooks.py            # no root; about a minute, since torch's hook hangs
-
 Each case trains a small model for 20 steps on 4 gloo ranks, in processes of its own that are ended after a time limit,
-and prints how it ended and after how many steps. Training stops at gradients that are NaN or infinite.
+since torch's hook hangs. Training stops at gradients that are NaN or infinite.
 
 | case | is |
 |---|---|
@@ -14,7 +12,6 @@ and prints how it ended and after how many steps. Training stops at gradients th
 
 from __future__ import annotations
 
-import argparse
 import sys
 import tempfile
 from datetime import timedelta
@@ -76,40 +73,23 @@ def register(hook: str, ddp: nn.parallel.DistributedDataParallel) -> None:
 # All ----------------------------------------------------------------------------------------------------------------
 
 
-def outcome(hook: str, case: str, limit: float) -> str:
-    """Run one case on all ranks, for `limit` seconds at most, and say how it ended."""
+def outcome(hook: str, case: str, limit: float) -> tuple[int, str]:
+    """Run one case on all ranks, for `limit` seconds at most: steps made by all ranks, and how it ended."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "rank"
-        command = [sys.executable, __file__, "--rank-of", hook, case, "--out", str(out)]
+        command = [sys.executable, __file__, hook, case, str(out)]
         try:
-            netlab.run_ranks(command, WORLD_SIZE, None, limit)
+            netlab.run_ranks(command, WORLD_SIZE, None, limit, {"TORCH_CPP_LOG_LEVEL": "FATAL"})
             ended = "finishes"
         except netlab.NetlabError as error:
             ended = f"hangs, stopped after {limit:g} s" if "still running" in str(error) else f"fails: {error}"
         wrote = [tuple(map(int, file.read_text().split())) for file in Path(folder).iterdir()]
-    steps = min((step for step, _ in wrote), default=0)
+    steps = min((step for step, _ in wrote), default=0) if len(wrote) == WORLD_SIZE else 0
     bad = max((numbers for _, numbers in wrote), default=0)
     if bad:
-        return f"{bad} numbers of the gradients not finite at step {steps}"
-    return f"{ended}; {steps} of {STEPS} steps"
-
-
-def main() -> None:
-    """Run every case with both hooks and print a table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--limit", type=float, default=30.0, help="seconds for one case (default 30)")
-    parser.add_argument("--rank-of", nargs=2, metavar=("HOOK", "CASE"), help=argparse.SUPPRESS)
-    parser.add_argument("--out", type=Path, help=argparse.SUPPRESS)
-    args = parser.parse_args()
-    if args.rank_of:
-        train(*args.rank_of, args.out)
-        return
-    netlab.exit_on_sigterm()
-    print("| case | hook | outcome |\n|:--|:--|:--|")
-    for case in CASES:
-        for hook, title in HOOKS.items():
-            print(f"| {case} | {title} | {outcome(hook, case, args.limit)} |", flush=True)
+        return steps - 1, f"{bad} numbers of the gradients not finite at step {steps}"
+    return steps, ended
 
 
 if __name__ == "__main__":
-    main()
+    train(sys.argv[1], sys.argv[2], Path(sys.argv[3]))
