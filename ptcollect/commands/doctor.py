@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from ptcollect.commands.deadline import ends_after
 from ptcollect.doctor.examine import STEPS, Examination, examine
 from ptcollect.doctor.facts import gather_facts
 from ptcollect.doctor.finding import Finding
@@ -41,7 +42,8 @@ def doctor(
     rank = os.environ.get("RANK", "0")
     try:
         launch = read_launch(os.environ)
-        meeting, examination = examine(launch, gather_facts(launch, os.environ), timeout)
+        with ends_after(STEPS * timeout + 10, f"doctor: rank {launch.rank}"):
+            meeting, examination = examine(launch, gather_facts(launch, os.environ), timeout)
     except LaunchError as error:
         _end_apart(rank, error, json_file)
     if examination is None:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
-import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 import torch.distributed as dist
@@ -40,24 +38,23 @@ def examine(launch: Launch, facts: Facts, timeout: float) -> tuple[Meeting, Exam
     Raises:
         LaunchError: this rank cannot reach the others.
     """
-    with _bounded(launch.rank, STEPS * timeout + 10):
-        meeting = Meeting(connect(launch, timeout), launch, timeout)
-        meeting.arrive(facts)
-        if launch.rank != 0:
-            if meeting.decision():
-                meeting.report(_network(meeting))
-            return meeting, None
-        everyone = sorted(meeting.roll_call(), key=lambda each: each.rank)
-        findings = [finding for check in CHECKS for finding in check(everyone)]
-        if launch.alone:
-            findings.insert(0, alone())
-        go = not any(finding.fatal for finding in findings)
-        meeting.decide(go)
-        if not go:
-            return meeting, Examination(findings, everyone)
-        meeting.report(_network(meeting))
-        reports, silent = meeting.reports(timeout)
-        return meeting, Examination([*findings, *silent, *_summary(everyone, reports)], everyone, reports)
+    meeting = Meeting(connect(launch, timeout), launch, timeout)
+    meeting.arrive(facts)
+    if launch.rank != 0:
+        if meeting.decision():
+            meeting.report(_network(meeting))
+        return meeting, None
+    everyone = sorted(meeting.roll_call(), key=lambda each: each.rank)
+    findings = [finding for check in CHECKS for finding in check(everyone)]
+    if launch.alone:
+        findings.insert(0, alone())
+    go = not any(finding.fatal for finding in findings)
+    meeting.decide(go)
+    if not go:
+        return meeting, Examination(findings, everyone)
+    meeting.report(_network(meeting))
+    reports, silent = meeting.reports(timeout)
+    return meeting, Examination([*findings, *silent, *_summary(everyone, reports)], everyone, reports)
 
 
 def _network(meeting: Meeting) -> Report:
@@ -115,20 +112,3 @@ def _timed(name: str, text: str, reports: dict[int, Report]) -> Finding | None:
         return None
     slowest = {step: max(report.seconds[step] for report in reports.values()) * 1e3 for step in steps}
     return Finding(name, "ok", text.format_map(slowest) + ("; the values are right" if name != "group" else ""))
-
-
-@contextmanager
-def _bounded(rank: int, seconds: float) -> Iterator[None]:
-    """End the process if the block has not ended in time: a wait inside C++ cannot be interrupted in any other way."""
-
-    def end() -> None:
-        os.write(2, f"doctor: rank {rank} is not done after {seconds:.0f} s and gives up\n".encode())
-        os._exit(1)
-
-    timer = threading.Timer(seconds, end)
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -14,6 +14,7 @@ from torch import Tensor
 import ptcollect as pc
 from ptcollect.doctor.finding import Finding
 from ptcollect.doctor.meeting import Meeting, Report
+from ptcollect.measure.tournament import opponents
 
 SMALL, LARGE = 8, 1 << 20  # bytes
 
@@ -54,22 +55,6 @@ def check_pairs(meeting: Meeting, report: Report) -> None:
 def _lost(rank: int, number: int) -> Finding:
     what = f"rank {rank} waited in vain for all ranks to come to round {number} of the pairs"
     return Finding("pairs", "failed", what, "a rank died or hangs: see who did not report back")
-
-
-def opponents(rank: int, n: int) -> Iterator[int | None]:
-    """Whom `rank` of `n` meets in each round of a tournament in which everybody meets everybody; None: nobody.
-
-    >>> [list(opponents(rank, 3)) for rank in range(3)]
-    [[None, 1, 2], [2, 0, None], [1, None, 0]]
-    """
-    seats = n + n % 2
-    for number in range(seats - 1):
-        peer = (number - rank) % (seats - 1)
-        if rank == seats - 1:
-            peer = number * (seats // 2) % (seats - 1)
-        elif peer == rank:
-            peer = seats - 1
-        yield peer if peer < n else None
 
 
 def _try_pair(meeting: Meeting, peer: int, pair: str, patience: float) -> dict[str, float]:
