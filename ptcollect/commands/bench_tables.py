@@ -14,6 +14,12 @@ from rich.table import Table
 
 Row = dict[str, Any]
 ALL_PAIRS = 12  # more pairs than that are summed up
+LEGEND = (
+    "",
+    "ratio: to dist.all_reduce in the same round",
+    "limit: what the bytes sent would take on the fastest link of each rank, latency left out; of limit: limit / time",
+    "off by: distance of the first call's result from the mean; error feedback sends what is missing in later calls",
+)
 MARK = "[bold red]FAILED[/bold red]"
 
 
@@ -30,7 +36,8 @@ def show(measured: Row) -> None:
         console.print(_codecs(measured["codecs"]))
     for name, rows in groupby(measured["pipelines"], key=lambda row: str(row["tree"])):
         console.print(_pipelines(name, list(rows)))
-    console.print("[dim]limit: bytes sent / the fastest link of the rank; of limit: limit / median[/dim]")
+    for line in LEGEND:
+        console.print(f"[dim]{line}[/dim]", soft_wrap=True)
     for name, code in {row["name"]: row["pipeline"] for row in measured["pipelines"]}.items():
         if name != code:
             console.print(f"[dim]{escape(name)} = {escape(code)}[/dim]", soft_wrap=True)
@@ -97,7 +104,7 @@ def _speed(row: Row) -> tuple[str, str, str]:
 
 def _pipelines(name: str, rows: Sequence[Row]) -> Table:
     size, leaves = rows[0]["bytes"], rows[0]["leaves"]
-    title = f"\n{name}: {_bytes(size)} of float32 in {leaves} leaves"
+    title = f"\n{name}: {_bytes(size)} of float32 in {leaves} {'leaf' if leaves == 1 else 'leaves'}"
     headings = ("pipeline", "time", "min-max", "ratio", "min-max", "sent", "limit", "of limit", "off by")
     table = _table(title, *headings)
     for row in rows:
@@ -115,7 +122,7 @@ def _pipelines(name: str, rows: Sequence[Row]) -> Table:
             f"{ratio['lowest']:.2f}-{ratio['highest']:.2f}",
             sent,
             f"{limit} ms",
-            f"{row['fraction']:.0%}",
+            f"{row['fraction']:.1%}",
             "" if row["off"] is None else f"{row['off']:.1e}",
         )
     return table

@@ -98,6 +98,8 @@ def interfaces(facts: Sequence[Facts]) -> list[Finding]:
             findings.append(Finding("interfaces", "failed", what, export, fatal=True))
     used = sorted({each.bound for each in facts})
     shared = "" if several else "; all ranks share one network"
+    if not several and all(_loopback(address) for address in used):
+        shared += ", across hosts it must be another one: GLOO_SOCKET_IFNAME"
     return findings or [Finding("interfaces", "ok", f"gloo listens on {', '.join(used)}{shared}")]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -71,8 +72,8 @@ def _try_pair(meeting: Meeting, peer: int, pair: str, patience: float) -> dict[s
     except RuntimeError as error:
         raise PairError(f"no connection: {_first_line(error)}") from None
     low, high = sorted((rank, peer))
-    seconds = {}
-    for name, size in (("warm", SMALL), ("small", SMALL), ("large", LARGE)):
+    seconds: dict[str, float] = {}
+    for name, size in (("warm", SMALL), *[("small", SMALL)] * 5, ("large", LARGE)):
         start = time.monotonic()
         for source, target in ((low, high), (high, low)):
             content = torch.full((size,), (source + 1) % 251, dtype=torch.uint8)
@@ -86,7 +87,7 @@ def _try_pair(meeting: Meeting, peer: int, pair: str, patience: float) -> dict[s
                 raise PairError(f"{way}: {_first_line(error)}") from None
             if not torch.equal(buffer, content):
                 raise PairError(f"{size} bytes from rank {source} to rank {target}: other bytes arrived than were sent")
-        seconds[name] = time.monotonic() - start
+        seconds[name] = min(time.monotonic() - start, seconds.get(name, math.inf))
     return {name: seconds[name] for name in ("small", "large")}
 
 

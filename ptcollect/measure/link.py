@@ -20,8 +20,8 @@ from ptcollect.measure.spread import no_tick
 from ptcollect.measure.tournament import opponents
 
 SMALL = 8  # bytes
-BURST = 32  # messages
-FIRST_LARGE, LAST_LARGE = 1 << 20, 16 << 20  # bytes
+BURST = 64  # messages
+FIRST_LARGE, LAST_LARGE = 1 << 20, 64 << 20  # bytes
 LONG_ENOUGH = 0.05  # seconds: a shaped link lets the first megabyte pass as a burst
 ALL_AT_A_TIME = 16  # ranks up to which pairs have the network to themselves
 
@@ -31,12 +31,12 @@ Matrix = list[list[float | None]]
 
 @dataclass(frozen=True)
 class MeasuredLink:
-    """What `plan` needs to know of the network; medians."""
+    """What `plan` needs to know of the network."""
 
     bandwidth: Matrix
-    """Bytes per second, one way, with nothing coming back."""
+    """Bytes per second, one way, with nothing coming back; medians."""
     latency: Matrix
-    """Seconds."""
+    """Seconds; medians."""
     message_overhead: float
     """Seconds by which each further small message delays those behind it; the median over all pairs."""
     one_pair_at_a_time: bool
@@ -62,7 +62,7 @@ def measure_link(repeats: int = 5, tick: Callable[[str], None] = no_tick) -> Mea
     """Measure every pair of ranks of the default group; all ranks call this, and all get the result.
 
     Args:
-        repeats: how many times each figure is taken; the median counts.
+        repeats: how many times large messages are timed, and a quarter of how many times small ones are.
         tick: called as each round begins.
 
     Returns:
@@ -120,22 +120,23 @@ def _measure_pair(peer: int, repeats: int) -> tuple[float, float, float]:
 def _lead(peer: int, repeats: int) -> tuple[float, float, float]:
     """Say what comes, send it, and wait for the answer."""
     _ask(peer, SMALL, 1)  # the first one wakes both sides up
-    single = median(_ask(peer, SMALL, 1) for _ in range(max(repeats, 5)))
-    burst = median(_ask(peer, SMALL, BURST) for _ in range(repeats))
+    singles = [_ask(peer, SMALL, 1) for _ in range(4 * repeats)]
+    bursts = [_ask(peer, SMALL, BURST) for _ in range(4 * repeats)]
     size = FIRST_LARGE
     while (seconds := _ask(peer, size, 1)) < LONG_ENOUGH and size < LAST_LARGE:
         size *= 4
     seconds = median([seconds, *(_ask(peer, size, 1) for _ in range(repeats - 1))])
     _announce(peer, 0, 0)
-    overhead = max(0.0, (burst - single) / (BURST - 1))
+    # Differences of the least: a wake-up that takes a millisecond now and then would drown a message's microseconds.
+    overhead = max(0.0, (min(bursts) - min(singles)) / (BURST - 1))
     # There and back is latency + overhead each way, and the bytes once.
-    return size / max(seconds - single, 1e-9), max(0.0, single / 2 - overhead), overhead
+    return size / max(seconds - min(singles), 1e-9), max(0.0, median(singles) / 2 - overhead), overhead
 
 
 def _ask(peer: int, size: int, count: int) -> float:
     """Seconds from sending `count` messages of `size` bytes until the answer is there."""
     _announce(peer, size, count)
-    content = torch.zeros(size, dtype=torch.uint8)
+    content = torch.ones(size, dtype=torch.uint8)
     answer = torch.empty(SMALL, dtype=torch.uint8)
     dist.recv(answer, peer)  # the receiver is ready
     start = time.perf_counter()
@@ -160,7 +161,8 @@ def _follow(peer: int) -> None:
         size, count = told.tolist()
         if count == 0:
             return
-        buffers = [torch.empty(size, dtype=torch.uint8) for _ in range(count)]
+        # Written to before, as the engine's scratch is: page faults on fresh memory cost more than a fast link.
+        buffers = [torch.ones(size, dtype=torch.uint8) for _ in range(count)]
         works = [dist.irecv(buffer, peer) for buffer in buffers]
         dist.send(answer, peer)
         for work in works:
