@@ -157,7 +157,7 @@ def _measure(
     total = link.rounds(n) + codecs.rounds(len(chosen_codecs), repeats)
     total += len(trees) * pipelines.rounds(len(chosen), repeats)
     with _progress(total, shown=rank == 0 and sys.stderr.isatty()) as tick:
-        wire = link.measure_link(tick=tick)
+        wire = link.measure_link(min(repeats, 5), tick)
         speeds = codecs.measure_codecs(chosen_codecs, codec_bytes, repeats, tick) if rank == 0 else []
         dist.barrier()
         rows = [

@@ -21,7 +21,7 @@ from ptcollect.measure.tournament import opponents
 
 SMALL = 8  # bytes
 BURST = 64  # messages
-FIRST_LARGE, LAST_LARGE = 1 << 20, 64 << 20  # bytes
+FIRST_LARGE, LAST_LARGE = 1 << 20, 16 << 20  # bytes
 LONG_ENOUGH = 0.05  # seconds: a shaped link lets the first megabyte pass as a burst
 ALL_AT_A_TIME = 16  # ranks up to which pairs have the network to themselves
 
