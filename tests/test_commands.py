@@ -282,11 +282,9 @@ def test_environments_that_cannot_be(changes: dict[str, str], message: str):
 
 def test_a_store_that_nobody_hosts_is_named_in_bounded_time():
     start = time.monotonic()
-    with pytest.raises(
-        LaunchError, match=r"rank 1 reaches no store at MASTER_ADDR=127\.0\.0\.1 MASTER_PORT=.*not started"
-    ):
+    with pytest.raises(LaunchError, match=r"rank 1 reaches no store at MASTER_ADDR=127\.0\.0\.1 .*not started"):
         connect(read_launch({**WELL, "MASTER_PORT": str(free_port())}), 1.0)
-    with pytest.raises(LaunchError, match="no[.]such[.]host[.]invalid is no name that this host can resolve"):
+    with pytest.raises(LaunchError, match=r"no[.]such[.]host[.]invalid is no name that this host can resolve"):
         connect(read_launch({**WELL, "MASTER_ADDR": "no.such.host.invalid"}), 1.0)
     assert time.monotonic() - start < 10
 

@@ -12,7 +12,7 @@ from ptcollect.doctor.agreement import CHECKS, alone
 from ptcollect.doctor.facts import Facts
 from ptcollect.doctor.finding import Finding
 from ptcollect.doctor.launch import Launch, connect
-from ptcollect.doctor.meeting import Meeting, Report, merged
+from ptcollect.doctor.meeting import POLL_SECONDS, Meeting, Report, merged
 from ptcollect.doctor.network import LARGE, check_group, check_pairs
 
 STEPS = 8  # how many timeouts an examination can last at most, if everything that can hang does
@@ -61,7 +61,11 @@ def _network(meeting: Meeting) -> Report:
     report = Report()
     meeting.at("pairs")
     check_pairs(meeting, report)
-    if meeting.together("after pairs", meeting.timeout) and not meeting.store.add("broken", 0):
+    well = not report.broken_pairs and not report.findings
+    # A rank that knows already that something is wrong is counted, and waits for nobody.
+    if meeting.together("after pairs", meeting.timeout if well else POLL_SECONDS) and not meeting.store.add(
+        "broken", 0
+    ):
         check_group(meeting, report)
     if dist.is_initialized():
         with suppress(RuntimeError):

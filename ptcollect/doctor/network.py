@@ -34,7 +34,7 @@ def check_pairs(meeting: Meeting, report: Report) -> None:
     meet in rounds, so that a rank which waited in vain for one peer does not come late to the next.
     """
     rank, n = meeting.launch.rank, meeting.launch.world_size
-    patience = max(1.0, meeting.timeout / 3)
+    patience = max(2.0, meeting.timeout / 3)
     deadline = time.monotonic() + meeting.timeout
     for number, peer in enumerate(opponents(rank, n)):
         if not meeting.together(f"round {number}", 2 * patience):
