@@ -11,18 +11,19 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from typer.testing import CliRunner
 
 import ptcollect as pc
 from ptcollect.commands import arguments
 from ptcollect.commands.local_ranks import run_local_ranks
-from ptcollect.doctor import agreement
+from ptcollect.doctor import agreement, network
 from ptcollect.doctor.examine import examine
 from ptcollect.doctor.facts import Facts, gather_facts
 from ptcollect.doctor.finding import Finding, ranks
@@ -302,16 +303,17 @@ LAUNCHES: dict[str, dict[str, Any]] = {
     "an interface that is not there": {"changed": 1, "chosen": "eth77"},
     "another torch": {"changed": 1, "torch": "2.12.1"},
     "another world": {"changed": 2, "world_size": 4},
+    "two that cannot talk": {"apart": (1, 2)},
     "a rank that dies": {"dies": 2},
     "without rank 2": {},
 }
 
 
-def go_through_launches(rank: int, ports: Sequence[int], out: str) -> None:
+def go_through_launches(rank: int, port: int, out: str) -> None:
     """What each of the three processes does; rank 0 writes what it was told."""
     told = {}
-    for (name, launch), port in zip(LAUNCHES.items(), ports, strict=True):
-        place = Launch(rank, 3, "127.0.0.1", port, hosts_store=rank == 0)
+    for name, launch in LAUNCHES.items():
+        place = Launch(rank, 3, "127.0.0.1", port, attempt=name)
         mine = gather_facts(place, os.environ)
         if launch.get("changed") == rank:
             mine = dataclasses.replace(
@@ -325,7 +327,10 @@ def go_through_launches(rank: int, ports: Sequence[int], out: str) -> None:
             meeting.decision()
             os._exit(7)
         start = time.monotonic()
-        meeting, examination = examine(place, mine, TIMEOUT)
+        with pytest.MonkeyPatch.context() as patch:
+            if rank in launch.get("apart", ()):
+                patch.setattr(network, "_try_pair", unless_apart(launch["apart"], network._try_pair))
+            meeting, examination = examine(place, mine, TIMEOUT)
         seconds = time.monotonic() - start
         if examination is None:
             assert meeting.dismissed(10 * TIMEOUT) in (0, 1)
@@ -336,15 +341,26 @@ def go_through_launches(rank: int, ports: Sequence[int], out: str) -> None:
         Path(out).write_text(json.dumps(told))
 
 
+def unless_apart(apart: tuple[int, int], connected: Callable[..., Any]) -> Callable[..., Any]:
+    """Sends between two ranks as before, unless it is these two."""
+
+    def try_pair(meeting: Any, peer: int, pair: str, patience: float) -> Any:
+        if {meeting.launch.rank, peer} == set(apart):
+            raise network.PairError("no connection: refused")
+        return connected(meeting, peer, pair, patience)
+
+    return try_pair
+
+
 @pytest.fixture(scope="module")
 def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What rank 0 was told in each of `LAUNCHES`."""
     out = tmp_path_factory.mktemp("doctor") / "told.json"
-    ports = [free_port() for _ in LAUNCHES]
-    code = "import sys, test_commands as t; t.go_through_launches(int(sys.argv[1]), eval(sys.argv[2]), sys.argv[3])"
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # as torchrun's agent hosts it
+    code = "import sys, test_commands as t; t.go_through_launches(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3])"
     environment = {**ENVIRONMENT, "PYTHONPATH": os.pathsep.join([str(ROOT), str(Path(__file__).parent)])}
     processes = [
-        subprocess.Popen([sys.executable, "-c", code, str(rank), str(ports), str(out)], env=environment)
+        subprocess.Popen([sys.executable, "-c", code, str(rank), str(store.port), str(out)], env=environment)
         for rank in range(3)
     ]
     try:
@@ -366,6 +382,7 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         ("an interface that is not there", 1, ["GLOO_SOCKET_IFNAME=eth77, and there is no interface eth77"]),
         ("another torch", 1, [f"torch {torch.__version__} on ranks 0, 2, 2.12.1 on rank 1"]),
         ("another world", 1, ["ranks 0-1 with WORLD_SIZE=3; rank 2 with WORLD_SIZE=4", "rank 3 of 4 never came"]),
+        ("two that cannot talk", 1, ["ranks 1 and 2 (127.0.0.1 and 127.0.0.1): no connection: refused"]),
         ("a rank that dies", 1, ["rank 2 never reported back"]),
     ],
 )
