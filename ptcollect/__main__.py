@@ -20,6 +20,7 @@ def main() -> None:
         add_completion=False,
         pretty_exceptions_enable=False,
     )
+    app.callback()(lambda: None)  # so that a command keeps its name even where it is the only one
     for name in COMMANDS:
         if importlib.util.find_spec(f"ptcollect.commands.{name}") is not None:
             module = importlib.import_module(f"ptcollect.commands.{name}")
