@@ -5,7 +5,7 @@
 {'w': tensor([0.5000, 0.5000])}
 """
 
-from ptcollect import codecs
+from ptcollect import codecs, topologies
 from ptcollect.adapters.ddp import as_ddp_hook
 from ptcollect.adapters.fsdp import as_fsdp_hook
 from ptcollect.adapters.loop import sync_grads, sync_params
@@ -25,10 +25,12 @@ from ptcollect.reducers.all_gather import all_gather_avg
 from ptcollect.reducers.all_to_all import all_to_all_avg
 from ptcollect.reducers.broadcast import broadcast
 from ptcollect.reducers.gather import gather_avg
+from ptcollect.reducers.gossip import gossip_avg
 from ptcollect.reducers.native import all_reduce
 from ptcollect.reducers.reducer import reducer
 from ptcollect.reducers.ring import ring_reduce
 from ptcollect.simulate import Simulation, simulate
+from ptcollect.topologies.mixing import mixing_matrix, rounds_to_consensus, spectral_gap
 from ptcollect.traffic import Traffic, traffic
 from ptcollect.transforms.bucketize import bucketize
 from ptcollect.transforms.compress import compress
@@ -70,7 +72,9 @@ __all__ = [
     "error_feedback",
     "from_rank_local",
     "gather_avg",
+    "gossip_avg",
     "low_rank",
+    "mixing_matrix",
     "overlap",
     "partition",
     "piecewise",
@@ -78,13 +82,16 @@ __all__ = [
     "reducer",
     "reshard",
     "ring_reduce",
+    "rounds_to_consensus",
     "scale",
     "shard",
     "simulate",
     "skip_nonfinite",
+    "spectral_gap",
     "state_summary",
     "stateless",
     "sync_grads",
     "sync_params",
+    "topologies",
     "traffic",
 ]

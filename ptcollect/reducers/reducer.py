@@ -30,7 +30,13 @@ class OptionCheck(Protocol):
 def reducer(function: ReducerFunction) -> ReducerFactory: ...
 @overload
 def reducer(
-    *, consensus: bool = True, averages: bool = True, native: bool = False, check: OptionCheck | None = None
+    *,
+    consensus: bool = True,
+    averages: bool = True,
+    native: bool = False,
+    keeps_dropped: bool = False,
+    check: OptionCheck | None = None,
+    convert: Mapping[str, Callable[[Any], Any]] | None = None,
 ) -> Callable[[ReducerFunction], ReducerFactory]: ...
 def reducer(
     function: ReducerFunction | None = None,
@@ -38,7 +44,9 @@ def reducer(
     consensus: bool = True,
     averages: bool = True,
     native: bool = False,
+    keeps_dropped: bool = False,
     check: OptionCheck | None = None,
+    convert: Mapping[str, Callable[[Any], Any]] | None = None,
 ) -> ReducerFactory | Callable[[ReducerFunction], ReducerFactory]:
     """Make a reducer out of ``async def name(x, comm, *, option=default)``.
 
@@ -53,7 +61,10 @@ def reducer(
         averages: whether every rank gets a mean (unless ``op="sum"``), so that a call may be weighted.
         native: whether it uses ``comm.all_reduce``, which only carries codecs whose packets are numbers, and books no
             residual.
+        keeps_dropped: whether what encoding drops stays in the result of the rank that encoded it, so that the sum over
+            ranks is kept without residuals.
         check: raises for bad options; called with ``(options, size)``, `size` None when the pipeline is built.
+        convert: option -> what makes its value of what was given, such as a topology of a name.
 
     Returns:
         A factory: calling it with options gives a Pipeline.
@@ -77,7 +88,15 @@ def reducer(
     """
 
     def made(function: ReducerFunction) -> ReducerFactory:
-        return ReducerFactory(function, consensus=consensus, averages=averages, native=native, check=check)
+        return ReducerFactory(
+            function,
+            consensus=consensus,
+            averages=averages,
+            native=native,
+            keeps_dropped=keeps_dropped,
+            check=check,
+            convert=convert or {},
+        )
 
     return made if function is None else made(function)
 
@@ -88,7 +107,15 @@ class ReducerFactory:
     is_factory = True
 
     def __init__(
-        self, function: ReducerFunction, *, consensus: bool, averages: bool, native: bool, check: OptionCheck | None
+        self,
+        function: ReducerFunction,
+        *,
+        consensus: bool,
+        averages: bool,
+        native: bool,
+        keeps_dropped: bool,
+        check: OptionCheck | None,
+        convert: Mapping[str, Callable[[Any], Any]],
     ) -> None:
         if not inspect.iscoroutinefunction(function):
             raise PipelineError(
@@ -105,8 +132,10 @@ class ReducerFactory:
         self.consensus = consensus
         self.averages = averages
         self.native = native
+        self.keeps_dropped = keeps_dropped
         self.check = check
-        self.defaults = {option.name: option.default for option in options} | {"axis": None}
+        self.convert = convert
+        self.defaults = self._converted({option.name: option.default for option in options} | {"axis": None})
         self.__name__ = function.__name__
         self.__qualname__ = function.__qualname__
         self.__module__ = function.__module__
@@ -121,11 +150,13 @@ class ReducerFactory:
     def __call__(self, *args: Any, **options: Any) -> Pipeline:
         """A Pipeline with these options."""
         for value in args:
-            refuse_tree(self.__name__, next(iter(self.defaults)), value)
+            if not self.convert:  # a matrix is a tensor, and no tree
+                refuse_tree(self.__name__, next(iter(self.defaults)), value)
         try:
             bound = self.__signature__.bind(*args, **options).arguments
         except TypeError as error:
             raise TypeError(f"{self.__name__}{self.__signature__}: {error}") from None
+        bound = self._converted(bound)
         for name, value in bound.items():
             refuse_tree(self.__name__, name, value)
         chosen = self.defaults | bound
@@ -134,6 +165,9 @@ class ReducerFactory:
         if self.check is not None:
             self.check(chosen, None)
         return Reducer(self, tuple(chosen.items()))
+
+    def _converted(self, options: Mapping[str, Any]) -> dict[str, Any]:
+        return {name: self.convert[name](value) if name in self.convert else value for name, value in options.items()}
 
     def __repr__(self) -> str:
         return f"<reducer {self.__module__}.{self.__qualname__}>"
@@ -151,7 +185,9 @@ class Reducer(Pipeline):
 
     def __repr__(self) -> str:
         parts = [
-            f"{name}={self._show(name, value)}" for name, value in self.options if value != self.factory.defaults[name]
+            self._show(name, value) if name in self.factory.convert else f"{name}={self._show(name, value)}"
+            for name, value in self.options
+            if value != self.factory.defaults[name]
         ]
         return f"{self.factory.__name__}({', '.join(parts)})"
 
@@ -175,6 +211,10 @@ class Reducer(Pipeline):
     def averages(self) -> bool:
         """Whether every rank gets a mean."""
         return self.factory.averages and dict(self.options).get("op") != "sum"
+
+    @property
+    def uses_step(self) -> bool:
+        return any(getattr(value, "varies", False) for _, value in self.options)
 
     @property
     def axis(self) -> str | None:
