@@ -27,6 +27,7 @@ from ptcollect.reducers.broadcast import broadcast
 from ptcollect.reducers.gather import gather_avg
 from ptcollect.reducers.gossip import gossip_avg
 from ptcollect.reducers.native import all_reduce
+from ptcollect.reducers.push_sum import push_sum
 from ptcollect.reducers.reducer import reducer
 from ptcollect.reducers.ring import ring_reduce
 from ptcollect.simulate import Simulation, simulate
@@ -78,6 +79,7 @@ __all__ = [
     "overlap",
     "partition",
     "piecewise",
+    "push_sum",
     "rank_local",
     "reducer",
     "reshard",

@@ -98,7 +98,7 @@ class matrix(_Given):
     def unbalanced(self) -> str | None:
         for j, column in enumerate(zip(*self.rows, strict=True)):
             if abs(math.fsum(column) - 1) > TOLERANCE:
-                return f"column {j} of its matrix sums to {math.fsum(column):.9g}, so rank {j} counts for more or less than 1"
+                return f"column {j} of the matrix sums to {math.fsum(column):.6g}, not 1"
         return None
 
     def _edges(self) -> list[Edge]:
