@@ -31,6 +31,7 @@ from ptcollect.reducers.push_sum import push_sum
 from ptcollect.reducers.reducer import reducer
 from ptcollect.reducers.ring import ring_reduce
 from ptcollect.simulate import Simulation, simulate
+from ptcollect.topologies.draw import draw_topology
 from ptcollect.topologies.mixing import mixing_matrix, rounds_to_consensus, spectral_gap
 from ptcollect.traffic import Traffic, traffic
 from ptcollect.transforms.bucketize import bucketize
@@ -70,6 +71,7 @@ __all__ = [
     "clip_by_value",
     "codecs",
     "compress",
+    "draw_topology",
     "error_feedback",
     "from_rank_local",
     "gather_avg",

@@ -35,8 +35,8 @@ def push_sum(topology: TopologyLike = "one_peer_exponential", *, axis: str | Non
     .. math:: x_i \leftarrow x_i + (\text{tree}_i - z_i)
 
     So the sum of numerators grows by what all ranks added, each counted once, and the sum of weights is n for ever.
-    With `compress`, what encoding drops stays with the sender, and both sums still hold. The weight is never compressed:
-    8 bytes a message, once a call, or once for each bucket. Integer leaves stay as they are.
+    With `compress`, what encoding drops stays with the sender, and both sums still hold. The weight is never
+    compressed: 8 bytes a message, once a call, or once for each bucket. Integer leaves stay as they are.
 
     Args:
         topology: a name, a value from `ptcollect.topologies`, ``{sender: receivers}`` or a directed networkx graph (of
