@@ -50,22 +50,19 @@ class base_k(Topology):
         return max(1, len(_steps(n, self.k)))
 
     def part(self, n: int, step: int, rank: int) -> Part:
-        parts = _parts(n, self.k)
-        return parts[step % len(parts)][rank] if parts else Part(1.0, ())
+        return _parts(n, self.k, step % (self.period(n) or 1))[rank]
 
 
-@functools.lru_cache(maxsize=32)
-def _parts(n: int, k: int) -> tuple[tuple[Part, ...], ...]:
-    """Step -> rank -> what it does."""
-    return tuple(tuple(_by_rank(n, step)) for step in _steps(n, k))
-
-
-def _by_rank(n: int, step: Step) -> Iterator[Part]:
-    turns = [[IDLE] * (1 + max((round_ for _, _, round_, _ in step), default=-1)) for _ in range(n)]
+@functools.lru_cache(maxsize=64)
+def _parts(n: int, k: int, number: int) -> list[Part]:
+    """What every rank does in one step of the period."""
+    steps = _steps(n, k)
+    step = steps[number] if steps else []
+    rounds = 1 + max((round_ for _, _, round_, _ in step), default=-1)
+    turns = [[IDLE] * rounds for _ in range(n)]
     for i, j, round_, weight in step:
         turns[i][round_], turns[j][round_] = Turn(j, j, weight), Turn(i, i, weight)
-    for mine in turns:
-        yield Part(own_weight(mine), tuple(mine))
+    return [Part(own_weight(mine), tuple(mine)) for mine in turns]
 
 
 @functools.lru_cache(maxsize=32)

@@ -88,15 +88,13 @@ def _draw_meetings(axes: Any, topology: Topology, n: int, step: int) -> int:
             both = part.turns[number].to == turn.source
             if both and rank > turn.source:
                 continue  # drawn from the other side
-            arrow = {
-                "arrowstyle": "-" if both else "-|>",
-                "color": _colour(number, rounds),
-                "linewidth": 0.6 + 4 * turn.weight,
-                "shrinkA": size / 2,
-                "shrinkB": size / 2 + 1,
-                "connectionstyle": "arc3,rad=0.0" if both else "arc3,rad=0.12",
-            }
-            axes.annotate("", place[rank], place[turn.source], arrowprops=arrow)
+            start, end = place[turn.source], place[rank]
+            style = {"color": _colour(number, rounds), "linewidth": 0.6 + 4 * turn.weight}
+            if both:
+                axes.plot(*zip(start, end, strict=True), zorder=1, **style)
+                continue
+            arrow = {"arrowstyle": "-|>", "shrinkA": size / 2, "shrinkB": size / 2 + 1, **style}
+            axes.annotate("", end, start, arrowprops={**arrow, "connectionstyle": "arc3,rad=0.12"})
     axes.plot(*zip(*place, strict=True), "o", color="#333333", markersize=size)
     if n <= 24:
         for rank, (x, y) in enumerate(place):
