@@ -114,7 +114,8 @@ class Undirected(Topology):
             IDLE if peer is None else Turn(peer, peer, 1 / (1 + max(mine, self.degree(n, peer))))
             for peer in self.partners(n, rank)
         ]
-        return Part(own_weight(turns), tuple(turns))
+        largest = all(turn == IDLE or turn.weight == 1 / (1 + mine) for turn in turns)
+        return Part(1 / (1 + mine) if largest else own_weight(turns), tuple(turns))
 
 
 @dataclass(frozen=True, repr=False)
