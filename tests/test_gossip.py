@@ -506,20 +506,20 @@ def pipelines(n: int) -> dict[str, pc.Pipeline]:
     return found
 
 
-@check(2, 3, 4, topology=list(pipelines(4)))
-def equals_the_simulator(rank: int, n: int, topology: str) -> None:
-    pipeline = pipelines(n)[topology]
-    trees = [mixed_tree(each) for each in range(n)]
-    mine, state, states = trees[rank], pipeline.init(trees[rank]), None
-    for step in range(5):
-        with pc.traffic() as traffic:
-            mine, state = pipeline.update(mine, state)
-        right = pc.simulate(pipeline, trees, states)
-        trees, states = right.trees, right.states
-        assert oracle.same_bits(mine, trees[rank]), step
-        assert same_states([state], [states[rank]]), step
-        assert (traffic.bytes, traffic.messages) == (right.bytes[rank], right.messages[rank])
-        assert traffic.rounds == right.rounds[rank]
+@check(2, 3, 4)
+def every_topology_equals_the_simulator(rank: int, n: int) -> None:
+    for name, pipeline in pipelines(n).items():
+        trees = [mixed_tree(each) for each in range(n)]
+        mine, state, states = trees[rank], pipeline.init(trees[rank]), None
+        for step in range(4):
+            with pc.traffic() as traffic:
+                mine, state = pipeline.update(mine, state)
+            right = pc.simulate(pipeline, trees, states, check="off")
+            trees, states = right.trees, right.states
+            assert oracle.same_bits(mine, trees[rank]), (name, step)
+            assert same_states([state], [states[rank]]), (name, step)
+            sent = traffic.bytes, traffic.messages, traffic.rounds
+            assert sent == (right.bytes[rank], right.messages[rank], right.rounds[rank]), (name, step)
 
 
 @check(3)
