@@ -5,15 +5,16 @@
 
 Every contender trains the same 25 MB of parameters: backward, a step of SGD, and the average of its topology. First
 both must come to the same mean of parameters that differ from rank to rank. Then contenders run in turn, blocks of
-`STEPS` steps from a barrier on, the slowest rank counts, and ratios are medians over rounds. decent-dp mixes with what
-peers had one step ago, so that communication overlaps with the next backward; ours waits. At last, which numbers of
-ranks either runs on. Needs `pip install decent-dp`; measured with 0.2.3.
+`STEPS` steps from a barrier on until all is sent, the slowest rank counts, and ratios are medians over rounds. All let
+parameters travel during backward, and step with the gradient of what they were. At last, which numbers of ranks either
+runs on. Needs `pip install decent-dp`; measured with 0.2.3.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 import tempfile
 import time
@@ -33,7 +34,7 @@ from torch import Tensor, nn
 import ptcollect as pc
 
 WORLD_SIZE = 4
-STEPS = 3  # in a block
+STEPS = 4  # in a block
 SETTLE = 9  # steps after which every topology here has come to the mean
 SIZES = (3, 4, 6)
 
@@ -89,44 +90,66 @@ class Weights(nn.Module):
         return slope * torch.stack([weight.sum() for weight in self.weights]).sum()
 
 
-def theirs(topology: str, model: Weights) -> Callable[[float], None]:
-    """A training step of decent-dp's wrapper."""
+@dataclass(frozen=True)
+class Training:
+    """A training step, and a wait for what it has left under way."""
+
+    step: Callable[[float], None]
+    drain: Callable[[], None] = lambda: None
+
+
+def theirs(topology: str, model: Weights) -> Training:
+    """Training by decent-dp's wrapper."""
     from decent_dp.ddp import DecentralizedDataParallel
 
     wrapped = DecentralizedDataParallel(
         model, lambda params: torch.optim.SGD([p for _, p in params], lr=1.0), topology=topology, _local_world_size=1
     )
-    return lambda slope: wrapped(slope).backward()
+
+    def drain() -> None:
+        for work in wrapped._comm_ops:
+            if work is not None:
+                work.wait()
+
+    return Training(lambda slope: wrapped(slope).backward(), drain)
 
 
-def ours(pipeline: pc.Pipeline, model: Weights) -> Callable[[float], None]:
-    """The same with a pipeline."""
-    optimizer, states = torch.optim.SGD(model.parameters(), lr=1.0), [None]
+def ours(pipeline: pc.Pipeline, model: Weights) -> Training:
+    """The same with a pipeline: parameters travel while backward runs."""
+    optimizer, states = torch.optim.SGD(model.parameters(), lr=1.0), [pipeline.init(model)]
 
     def step(slope: float) -> None:
+        params = {name: p.detach() for name, p in model.named_parameters()}
+        pending = pipeline.start(params, states[0])
         optimizer.zero_grad()
         model(slope).backward()
+        mixed, states[0] = pending.wait()
+        for name, value in mixed.items():
+            params[name].copy_(value)
         optimizer.step()
-        states[0] = pc.sync_params(pipeline, model, states[0])  # type: ignore[call-overload]
 
-    return step
+    return Training(step)
 
 
-def contenders(pair: Pair) -> dict[str, Callable[[Weights], Callable[[float], None]]]:
-    """What makes a training step of a model, by what it is called."""
+Make = Callable[[Weights], Training]
+
+
+def contenders(pair: Pair) -> dict[str, Make]:
+    """What makes a training of a model, by what it is called."""
     found: dict[str, Any] = {f'decent-dp "{pair.topology}"': lambda model: theirs(pair.topology, model)}
     for pipeline in pair.ours:
         found[repr(pipeline)] = lambda model, pipeline=pipeline: ours(pipeline, model)
     return found
 
 
-def settled(make: Callable[[Weights], Callable[[float], None]]) -> float:
+def settled(make: Make) -> float:
     """How far from the mean parameters are that began as rank + 1 and were only averaged since."""
     model = Weights([(40, 7), (7,)])
-    step = make(model)
-    step(-float(dist.get_rank() + 1))
+    training = make(model)
+    training.step(-float(dist.get_rank() + 1))
     for _ in range(SETTLE):
-        step(0.0)
+        training.step(0.0)
+    training.drain()
     mean = (dist.get_world_size() + 1) / 2
     worst = torch.stack([(weight - mean).abs().max() / mean for weight in model.weights]).max().detach()
     dist.all_reduce(worst, op=dist.ReduceOp.MAX)
@@ -135,7 +158,8 @@ def settled(make: Callable[[Weights], Callable[[float], None]]) -> float:
 
 def transmitted() -> int | None:
     """Bytes that this rank's own link has sent; None on loopback, which ranks share."""
-    for line in Path("/proc/net/dev").read_text().splitlines():
+    own = os.environ["GLOO_SOCKET_IFNAME"] == "eth0"
+    for line in Path("/proc/net/dev").read_text().splitlines() if own else ():
         if line.strip().startswith("eth0:"):
             return int(line.split()[9])
     return None
@@ -168,15 +192,16 @@ def measure(rounds: int) -> list[Row]:
     return rows
 
 
-def block(step: Callable[[float], None]) -> tuple[float, int | None]:
+def block(training: Training) -> tuple[float, int | None]:
     """Seconds and bytes of a step, the mean of a block of them; seconds on the slowest rank."""
     dist.barrier()
     before, began = transmitted(), time.perf_counter()
     for _ in range(STEPS):
-        step(1e-3)
+        training.step(1e-3)
+    training.drain()
     taken = torch.tensor((time.perf_counter() - began) / STEPS, dtype=torch.float64)
+    dist.all_reduce(taken, op=dist.ReduceOp.MAX)  # and so all have sent all
     after = transmitted()
-    dist.all_reduce(taken, op=dist.ReduceOp.MAX)
     return float(taken), None if after is None or before is None else (after - before) // STEPS
 
 
