@@ -1,4 +1,7 @@
-"""Gossip and push-sum against loops over ranks in float64: what they send, what they keep, and real ranks' bits."""
+"""Gossip and push-sum against loops over ranks in float64: what they send and what they keep.
+
+Real ranks run every topology among the checks of `gloo_checks.py`.
+"""
 
 from __future__ import annotations
 
@@ -6,20 +9,17 @@ import io
 import math
 import re
 import sys
-import zlib
 from collections.abc import Sequence
 from typing import Any
 
-import optree
 import oracle
 import pytest
 import torch
 from codec_table import CODECS
+from gossip_ranks import NAMES, mixed_tree, same_states, tree
 from matplotlib.image import imread
-from named_checks import collector, outcomes
 from test_examples import EXAMPLES
 from test_examples import run as run_example
-from test_topology import NAMES
 from torch import Tensor
 
 import ptcollect as pc
@@ -30,8 +30,6 @@ import gossip_digits
 C = pc.codecs
 STEPS = 120  # of a training: 8 epochs
 TRIANGLE = {0: [1, 2], 1: [2], 2: [0]}
-CHECKS, check = collector()
-pytestmark = pytest.mark.timeout(360)  # the first test of a launch waits for all of it
 
 every_name = pytest.mark.parametrize("name", NAMES)
 
@@ -44,26 +42,6 @@ def one_thread():
     torch.set_num_threads(threads)
 
 
-def tree(rank: int, *, dtype: torch.dtype = torch.float32, seed: str = "") -> dict[str, Any]:
-    """One rank's, in several shapes; other ranks get other numbers."""
-    generator = torch.Generator().manual_seed(zlib.crc32(f"{seed}/{rank}".encode()))
-
-    def new(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
-
-    return {"w": new(7, 5), "b": new(6), "scalar": new(), "t": new(3, 4).T}
-
-
-def mixed_tree(rank: int) -> dict[str, Any]:
-    numbers = tree(rank)
-    more = {
-        "half": numbers["b"].bfloat16(),
-        "double": numbers["w"].double(),
-        "complex": torch.complex(*numbers["w"][:2]),
-    }
-    return {**numbers, **more, "count": torch.tensor([3 * rank, rank]), "none": None, "empty": torch.zeros(0, 4)}
-
-
 def total(trees: Sequence[Any], path: str) -> Tensor:
     return torch.stack([each[path].double() for each in trees]).sum(0)
 
@@ -74,14 +52,6 @@ def run(pipeline: pc.Pipeline, trees: Sequence[Any], count: int, states: Any = N
         result = pc.simulate(pipeline, trees, states, check="off")
         trees, states = result.trees, result.states
     return result
-
-
-def same_states(one: Sequence[Any], other: Sequence[Any]) -> bool:
-    return all(oracle.same_bits(_tensors(a), _tensors(b)) for a, b in zip(one, other, strict=True))
-
-
-def _tensors(state: Any) -> Any:
-    return optree.tree_map(torch.as_tensor, state)
 
 
 def apart(trees: Sequence[Any], path: str = "w") -> float:
@@ -522,61 +492,3 @@ def test_the_example_prints_and_draws(tmp_path: Any):
         **{k: v * tree_bytes for k, v in peers.items()},
     }
     assert imread(picture).shape[1] > 1000
-
-
-# Real ranks ---------------------------------------------------------------------------------------------------------
-
-
-def pipelines(n: int) -> dict[str, pc.Pipeline]:
-    """Every topology that `n` ranks can have, and the stages around."""
-    even = torch.full((n, n), 0.5 / (n - 1)).fill_diagonal_(0.5)
-    around = [(rank, (rank + 1) % n) for rank in range(n)]
-    found = {name: pc.chain(pc.bucketize(100), pc.gossip_avg(name)) for name in NAMES}
-    found |= {
-        "base_k(3)": pc.gossip_avg(pc.topologies.base_k(3)),
-        "matrix": pc.gossip_avg(even),
-        "graph": pc.gossip_avg(pc.topologies.graph([(0, rank) for rank in range(1, n)])),
-        "push along a circle and across": pc.push_sum(pc.topologies.digraph([*around, (0, n - 1)])),
-        "push": pc.chain(pc.bucketize(100), pc.compress("int8"), pc.push_sum()),
-        "int8": pc.chain(pc.bucketize(), pc.compress("int8"), pc.gossip_avg("torus")),
-        "random": pc.chain(pc.compress(C.randk(0.3)), pc.gossip_avg("random_matching")),
-        "choco": pc.chain(
-            pc.error_feedback(), pc.bucketize(), pc.compress(C.topk(0.3)), pc.gossip_avg("ring", step_size=0.4)
-        ),
-    }
-    return found
-
-
-@check(2, 3, 4)
-def every_topology_equals_the_simulator(rank: int, n: int) -> None:
-    for name, pipeline in pipelines(n).items():
-        trees = [{path: mixed_tree(each)[path] for path in ("w", "half", "count")} for each in range(n)]
-        mine, state, states = trees[rank], pipeline.init(trees[rank]), None
-        for step in range(3):
-            with pc.traffic() as traffic:
-                mine, state = pipeline.update(mine, state)
-            right = pc.simulate(pipeline, trees, states, check="off")
-            trees, states = right.trees, right.states
-            assert oracle.same_bits(mine, trees[rank]), (name, step)
-            assert same_states([state], [states[rank]]), (name, step)
-            sent = traffic.bytes, traffic.messages, traffic.rounds
-            assert sent == (right.bytes[rank], right.messages[rank], right.rounds[rank]), (name, step)
-
-
-@check(3)
-def parameters_are_gossiped_in_place(rank: int, n: int) -> None:
-    model = torch.nn.Linear(2, 1, bias=False)
-    with torch.no_grad():
-        model.weight.fill_(float(rank))
-    state = None
-    for _ in range(3):
-        state = pc.sync_params(pc.gossip_avg("base_k"), model, state)
-    assert state == {"step": 3}
-    torch.testing.assert_close(model.weight, torch.ones(1, 2), rtol=0, atol=1e-6)
-
-
-@pytest.mark.parametrize(("n", "name"), [(n, name) for n in (2, 3, 4) for name in CHECKS if n in CHECKS[name].sizes])
-def test_gossip(n: int, name: str, request: pytest.FixtureRequest):
-    report = outcomes(__name__, n, request).report(name)
-    if report:
-        pytest.fail(report, pytrace=False)

@@ -13,23 +13,13 @@ import tracemalloc
 import networkx as nx
 import pytest
 import torch
+from gossip_ranks import NAMES
 from matplotlib.image import imread
 from torch import Tensor
 
 import ptcollect as pc
 from ptcollect.topologies.colouring import rounds_of_digraph, rounds_of_graph
 
-NAMES = (
-    "complete",
-    "ring",
-    "torus",
-    "hypercube",
-    "exponential",
-    "one_peer_exponential",
-    "base_k",
-    "random_matching",
-    "bipartite",
-)
 ONE_WAY = {"exponential", "one_peer_exponential"}
 """Directed: in a round a rank may send to one and hear from another."""
 every_name = pytest.mark.parametrize("name", NAMES)
