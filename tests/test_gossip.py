@@ -12,6 +12,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+import networkx as nx
 import oracle
 import pytest
 import torch
@@ -121,6 +122,37 @@ def test_base_k_ends_with_the_mean_for_any_number_of_ranks():
             result = run(pc.gossip_avg(topology), trees, topology.period(n))
             for each in result.trees:
                 torch.testing.assert_close(each["w"], total(trees, "w") / n, rtol=0, atol=5e-15)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_any_connected_graph(seed: int):
+    n = 3 + seed
+    both = nx.connected_watts_strogatz_graph(n, min(4, n - 1), 0.5, seed=seed)
+    trees = [tree(rank, dtype=torch.float64) for rank in range(n)]
+    weights = [[0.0] * n for _ in range(n)]  # Metropolis and Hastings
+    for i, j in both.edges:
+        weights[i][j] = weights[j][i] = 1 / (1 + max(both.degree[i], both.degree[j]))
+    for i in range(n):
+        weights[i][i] = 1 - sum(weights[i])
+    for given in (both, torch.tensor(weights, dtype=torch.float32)):
+        for row, got in zip(weights, pc.simulate(pc.gossip_avg(given), trees).trees, strict=True):
+            right = sum(w * each["w"] for w, each in zip(row, trees, strict=True))
+            torch.testing.assert_close(got["w"], right, rtol=0, atol=1e-14 if given is both else 1e-6)
+    one_way = nx.DiGraph([*((i, (i + 1) % n) for i in range(n)), *both.edges])
+    result = pc.simulate(pc.push_sum(one_way), trees)
+    for i in range(n):
+        senders = [(j, 1 / (1 + one_way.out_degree[j])) for j in (i, *one_way.predecessors(i))]
+        weight = sum(share for _, share in senders)
+        right = sum(share * trees[j]["w"] for j, share in senders) / weight
+        torch.testing.assert_close(result.trees[i]["w"], right, rtol=0, atol=1e-14)
+        assert float(result.states[i]["push_sum"]["weight"]) == pytest.approx(weight, abs=1e-15)
+
+
+def test_weights_in_float32_do_not_move_the_mean():
+    thirds = torch.full((3, 3), 1 / 3)
+    trees = [{"w": torch.full((2,), 1e3 * (rank + 1), dtype=torch.float64)} for rank in range(3)]
+    result = run(pc.gossip_avg(thirds), trees, 200)
+    torch.testing.assert_close(total(result.trees, "w"), total(trees, "w"), rtol=0, atol=1e-9)
 
 
 def test_step_size_damps():

@@ -15,7 +15,7 @@ from ptcollect.topologies.topology import IDLE, Part, Topology, Turn, own_weight
 
 Edge = tuple[int, int]
 TOLERANCE = 1e-6
-"""How far from 1 a row may sum: what float32 makes of weights like 1/3."""
+"""How far from 1 a row may sum, so that float32 will do for weights like 1/3."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -108,7 +108,8 @@ class matrix(_Given):
     @functools.cached_property
     def parts(self) -> tuple[Part, ...]:
         weights = {(j, i): weight for i, row in enumerate(self.rows) for j, weight in enumerate(row)}
-        return _scheduled(self.size, self._edges(), weights, [row[i] for i, row in enumerate(self.rows)])
+        # The own weight is what the others leave of 1, and not what float32 may have made of it.
+        return _scheduled(self.size, self._edges(), weights, None)
 
 
 @dataclass(frozen=True, repr=False)

@@ -129,8 +129,8 @@ class Regular(Undirected):
 
 
 def own_weight(turns: Sequence[Turn]) -> float:
-    """What is left of 1."""
-    return 1.0 - math.fsum(turn.weight for turn in turns)
+    """What is left of 1, for the rank's own tensor."""
+    return max(0.0, 1.0 - math.fsum(turn.weight for turn in turns))
 
 
 def circle_partner(n: int, round_: int, rank: int) -> int | None:
