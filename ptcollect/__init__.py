@@ -5,7 +5,7 @@
 {'w': tensor([0.5000, 0.5000])}
 """
 
-from ptcollect import codecs
+from ptcollect import codecs, topologies
 from ptcollect.adapters.ddp import as_ddp_hook
 from ptcollect.adapters.fsdp import as_fsdp_hook
 from ptcollect.adapters.loop import sync_grads, sync_params
@@ -26,10 +26,14 @@ from ptcollect.reducers.all_to_all import all_to_all_avg
 from ptcollect.reducers.auto import auto_reduce
 from ptcollect.reducers.broadcast import broadcast
 from ptcollect.reducers.gather import gather_avg
+from ptcollect.reducers.gossip import gossip_avg
 from ptcollect.reducers.native import all_reduce
+from ptcollect.reducers.push_sum import push_sum
 from ptcollect.reducers.reducer import reducer
 from ptcollect.reducers.ring import ring_reduce
 from ptcollect.simulate import Simulation, simulate
+from ptcollect.topologies.draw import draw_topology
+from ptcollect.topologies.mixing import mixing_matrix, rounds_to_consensus, spectral_gap
 from ptcollect.traffic import Traffic, traffic
 from ptcollect.transforms.bucketize import bucketize
 from ptcollect.transforms.compress import compress
@@ -69,24 +73,31 @@ __all__ = [
     "clip_by_value",
     "codecs",
     "compress",
+    "draw_topology",
     "error_feedback",
     "from_rank_local",
     "gather_avg",
+    "gossip_avg",
     "low_rank",
+    "mixing_matrix",
     "overlap",
     "partition",
     "piecewise",
+    "push_sum",
     "rank_local",
     "reducer",
     "reshard",
     "ring_reduce",
+    "rounds_to_consensus",
     "scale",
     "shard",
     "simulate",
     "skip_nonfinite",
+    "spectral_gap",
     "state_summary",
     "stateless",
     "sync_grads",
     "sync_params",
+    "topologies",
     "traffic",
 ]

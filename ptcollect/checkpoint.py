@@ -1,11 +1,12 @@
 """State across checkpoints and world sizes: which entries are one rank's own, and what becomes of them.
 
-Entries under a key ``"residual"`` differ between ranks; all others are the same on every rank.
+Residuals, the estimates that error feedback keeps around gossip, and push-sum's numerators and weight differ between
+ranks; all other entries are the same on every rank.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -15,6 +16,9 @@ from torch import Tensor
 from ptcollect.state import State
 from ptcollect.tree import sorted_paths
 from ptcollect.value import whole_number
+
+OWN = ("residual", "estimate", "pull", "numerator")
+"""Keys of entries by path that differ between ranks."""
 
 
 def rank_local(state: State, *, rank: int | None = None) -> State:
@@ -37,7 +41,7 @@ def rank_local(state: State, *, rank: int | None = None) -> State:
     {'step': 2, 'error_feedback': {'residual': {'rank3/w': tensor([0.])}}}
     """
     prefix = f"rank{_rank(rank)}/"
-    return _own_entries(state, lambda own: {prefix + path: value for path, value in own.items()})
+    return _own_entries(state, OWN, lambda own: {prefix + path: value for path, value in own.items()})
 
 
 def from_rank_local(state: State, *, rank: int | None = None) -> State:
@@ -67,7 +71,7 @@ def from_rank_local(state: State, *, rank: int | None = None) -> State:
             )
         return {path.removeprefix(prefix): value for path, value in own.items()}
 
-    return _own_entries(state, stripped)
+    return _own_entries(state, OWN, stripped)
 
 
 def reshard(states: Sequence[State], ranks: int) -> list[State]:
@@ -80,8 +84,9 @@ def reshard(states: Sequence[State], ranks: int) -> list[State]:
         ranks: the new number of ranks, from 1.
 
     Returns:
-        `ranks` states. Residuals are added up where there are fewer ranks and zero on ranks that are new; everything
-        else is the first rank's, as on all of them.
+        `ranks` states. Residuals are added up where there are fewer ranks and zero on ranks that are new. Where the
+        number changes, gossip's estimates and push-sum begin again with the next tree, for they belong to a topology of
+        so many ranks. Everything else is the first rank's, as on all of them.
 
     Raises:
         ValueError: no states, states of different pipelines, or `ranks` is not positive.
@@ -94,7 +99,10 @@ def reshard(states: Sequence[State], ranks: int) -> list[State]:
     whole_number("reshard(ranks)", ranks)
     if not states:
         raise ValueError("reshard: expected the states of all ranks, got none")
-    return [_merged([states[r] for r in range(q, len(states), ranks)], states[0], "state") for q in range(ranks)]
+    return [
+        _merged([states[r] for r in range(q, len(states), ranks)], states[0], "state", same=ranks == len(states))
+        for q in range(ranks)
+    ]
 
 
 def state_summary(state: State) -> str:
@@ -120,7 +128,9 @@ def state_summary(state: State) -> str:
 
 def quiet(state: State) -> State:
     """`state` with residuals of zero, for a rank that still takes part and has nothing to add."""
-    return _own_entries(state, lambda own: {path: torch.zeros_like(value) for path, value in own.items()})
+    return _own_entries(
+        state, ("residual",), lambda own: {path: torch.zeros_like(value) for path, value in own.items()}
+    )
 
 
 def merged(before: State, after: State) -> State:
@@ -134,15 +144,25 @@ def merged(before: State, after: State) -> State:
     return out
 
 
-def _own_entries(state: State, change: Callable[[dict[str, Any]], dict[str, Any]]) -> State:
-    return {
-        key: change(value) if key == "residual" else _own_entries(value, change) if isinstance(value, dict) else value
-        for key, value in state.items()
-    }
+def _own_entries(state: State, names: Collection[str], change: Callable[[dict[str, Any]], dict[str, Any]]) -> State:
+    """`state` with its entries by path under `names` changed, and push-sum's weight among them, a single number."""
+    out: State = {}
+    for key, value in state.items():
+        if _is_weight(key, state) and "numerator" in names:  # under a name of its own while it is kept for a checkpoint
+            out[key] = change(value)[key] if isinstance(value, dict) else change({key: value})
+        elif key in names and isinstance(value, dict):
+            out[key] = change(value)
+        else:
+            out[key] = _own_entries(value, names, change) if isinstance(value, dict) else value
+    return out
 
 
-def _merged(mine: Sequence[State], first: State, where: str) -> State:
-    """The states `mine` (none for a rank that is new) as one, shaped like `first`."""
+def _is_weight(key: str, state: State) -> bool:
+    return key == "weight" and "numerator" in state
+
+
+def _merged(mine: Sequence[State], first: State, where: str, *, same: bool) -> State:
+    """The states `mine` (none for a rank that is new) as one, shaped like `first`; `same`: the world size is."""
     out: State = {}
     for key, value in first.items():
         if any(state.keys() != first.keys() for state in mine):
@@ -153,8 +173,14 @@ def _merged(mine: Sequence[State], first: State, where: str) -> State:
             if any(state[key].keys() != value.keys() for state in mine):
                 raise ValueError(f"reshard: the states differ in {where}: they have residuals for different parameters")
             out[key] = {path: _sum([state[key][path] for state in mine], leaf) for path, leaf in value.items()}
+        elif _is_weight(key, first):
+            out[key] = mine[0][key].clone() if same else torch.ones_like(value)
+        elif key in OWN and isinstance(value, dict):
+            out[key] = {
+                path: mine[0][key][path].clone() if same else torch.zeros_like(leaf) for path, leaf in value.items()
+            }
         elif isinstance(value, dict):
-            out[key] = _merged([state[key] for state in mine], value, f"{where}.{key}")
+            out[key] = _merged([state[key] for state in mine], value, f"{where}.{key}", same=same)
         else:
             out[key] = value.clone() if isinstance(value, Tensor) else value
     return out

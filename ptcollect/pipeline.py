@@ -83,6 +83,11 @@ class Pipeline(Value):
         return False
 
     @property
+    def works_in_buckets(self) -> bool:
+        """Whether `bucketize` may hand it buckets, with its state by path packed as they are."""
+        return False
+
+    @property
     def works_on(self) -> str:
         """``"gradients"``, ``"parameters"`` or ``"any"``: what the pipeline is meant to be given."""
         kinds = {child.works_on for child in self.children()} - {"any"}

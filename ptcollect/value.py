@@ -40,8 +40,14 @@ class Value:
             positional = False  # what follows the first option is keyword-only
         return f"{self.name}({', '.join(parts)})"
 
+    def as_option(self) -> str:
+        """How it reads as an option of another value."""
+        return repr(self)
+
     def _show(self, field: str, value: Any) -> str:
         """How one option reads in source code."""
+        if isinstance(value, Value):
+            return value.as_option()
         return f'"{value}"' if isinstance(value, str) else getattr(value, "__qualname__", None) or repr(value)
 
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
+import gossip_ranks
 import oracle
 import torch
 import torch.distributed as dist
@@ -783,6 +784,10 @@ def a_group_can_be_destroyed_and_made_again(rank: int, n: int) -> None:
         dist.init_process_group("gloo", store=again, rank=rank, world_size=n, timeout=timedelta(seconds=20))
         works(n)
         equal(SYNC([torch.ones(4)]), [torch.full((4,), 2.0)], "again")
+
+
+check()(gossip_ranks.every_topology_equals_the_simulator)
+check(3)(gossip_ranks.parameters_are_gossiped_in_place)
 
 
 @check(3, fatal=True)

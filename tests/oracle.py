@@ -123,6 +123,36 @@ def copy_of(root: int, codec: torch.dtype | None = None) -> Step:
     return lambda ranks: _everywhere(ranks, copied)
 
 
+def gossip(weights: Callable[[int], list[list[Fraction]]], codec: torch.dtype | None = None) -> Step:
+    """Every rank gets its own weighted mean, with exact weights that sum to 1 in every row.
+
+    With a codec own and received numbers are each rounded once.
+    """
+
+    def mixed(column: list[Leaf], row: list[Fraction]) -> Leaf:
+        values, dtype = torch.stack([leaf.value for leaf in column]), column[0].dtype
+        if not column[0].floating:
+            sums = [
+                round(sum(w * v for w, v in zip(row, numbers, strict=True)))
+                for numbers in zip(*values.reshape(len(row), -1).tolist(), strict=True)
+            ]
+            return Leaf(torch.tensor(sums, dtype=torch.int64).reshape(values.shape[1:]), column[0].bound, dtype)
+        value = sum((float(w) * leaf.value for w, leaf in zip(row, column, strict=True)), torch.zeros_like(values[0]))
+        n, largest = len(row), values.abs().amax(0)
+        bound = torch.stack([leaf.bound for leaf in column]).amax(0)
+        leaf = Leaf(value, bound + (n * eps(dtype) * largest + n * subnormal(dtype) if n > 1 else 0), dtype)
+        return _encoded(leaf, codec, 2, largest) if n > 1 else leaf
+
+    def step(ranks: World) -> World:
+        matrix, columns = weights(len(ranks)), list(zip(*ranks, strict=True))
+        return [
+            [None if column[0] is None else mixed([leaf for leaf in column if leaf], row) for column in columns]
+            for row in matrix
+        ]
+
+    return step
+
+
 def _everywhere(ranks: World, combine: Callable[[list[Leaf]], Leaf]) -> World:
     columns = zip(*ranks, strict=True)
     result = [None if column[0] is None else combine([leaf for leaf in column if leaf]) for column in columns]

@@ -8,8 +8,9 @@ from __future__ import annotations
 import functools
 import zlib
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Any, NamedTuple
 
 import optree
@@ -104,6 +105,21 @@ def levels(n: int) -> int:
     return n + 2
 
 
+def to_both_sides(n: int) -> list[list[Fraction]]:
+    """Equal weights for a rank and its neighbours in a ring."""
+    return _equal(n, (0, 1, -1))
+
+
+def doubling(n: int) -> list[list[Fraction]]:
+    """Equal weights for a rank and those 1, 2 and 4 places before it; of 8 ranks and fewer that is all."""
+    return _equal(n, [0, *(-d for d in (1, 2, 4) if d < n)])
+
+
+def _equal(n: int, places: Sequence[int]) -> list[list[Fraction]]:
+    sources = [{(rank + place) % n for place in places} for rank in range(n)]
+    return [[Fraction(j in mine, len(mine)) for j in range(n)] for mine in sources]
+
+
 PIPELINES = (
     # Reducers alone.
     Row(pc.ring_reduce(), (oracle.mean(),)),
@@ -117,6 +133,7 @@ PIPELINES = (
     Row(pc.gather_avg(root=1), (oracle.mean_at(1),), ranks=2),
     Row(pc.broadcast(), (oracle.copy_of(0),)),
     Row(pc.broadcast(root=2), (oracle.copy_of(2),), ranks=3),
+    Row(pc.gossip_avg("ring"), (oracle.gossip(to_both_sides),)),
     # Buckets: one for all, several, one leaf each, the other order.
     Row(pc.chain(pc.bucketize(), pc.ring_reduce()), (oracle.mean(),)),
     Row(pc.chain(pc.bucketize(64), pc.ring_reduce()), (oracle.mean(),)),
@@ -138,6 +155,10 @@ PIPELINES = (
     Row(pc.chain(pc.compress("fp16"), pc.broadcast()), (oracle.copy_of(0, FP16),)),
     Row(pc.chain(pc.bucketize(), pc.compress("bf16"), pc.ring_reduce()), (oracle.mean(BF16, hops),)),
     Row(pc.chain(pc.compress("bf16"), pc.bucketize(64), pc.all_to_all_avg()), (oracle.mean(BF16, twice),)),
+    Row(
+        pc.chain(pc.bucketize(64), pc.compress("bf16"), pc.gossip_avg("exponential")),
+        (oracle.gossip(doubling, BF16),),
+    ),
     # A mesh: part of each leaf on each rank of one dim.
     Row(pc.chain(pc.bucketize(), pc.shard("local"), pc.ring_reduce(axis="node")), (oracle.mean(),), mesh=wide),
     Row(pc.chain(pc.shard("local"), pc.all_to_all_avg(axis="node")), (oracle.mean(),), mesh=tall),

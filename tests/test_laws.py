@@ -142,8 +142,8 @@ def stages(module: types.ModuleType, kinds: tuple[type, ...]) -> list[str]:
     return found
 
 
-# Stages with state are run over several steps, in test_conservation.py and test_partition_piecewise.py.
-STATEFUL = {"error_feedback", "low_rank", "piecewise", "skip_nonfinite"}
+# Stages with state are run over several steps, in test_conservation.py, test_partition_piecewise.py and test_gossip.py.
+STATEFUL = {"error_feedback", "low_rank", "piecewise", "push_sum", "skip_nonfinite"}
 
 
 def test_every_public_stage_is_in_the_table():

@@ -16,7 +16,7 @@ import ptcollect as pc
 API = Path(__file__).parents[1] / "docs" / "api"
 NAMES = {
     name: getattr(module, name.rpartition(".")[2])
-    for module, prefix in ((pc, ""), (pc.codecs, "codecs."))
+    for module, prefix in ((pc, ""), (pc.codecs, "codecs."), (pc.topologies, "topologies."))
     for name in (prefix + public for public in module.__all__)
 }
 every_name = pytest.mark.parametrize("name", NAMES)
@@ -57,7 +57,9 @@ def test_it_documents_every_argument(name: str):
 def test_it_is_on_an_api_page(name: str):
     pages = "\n".join(page.read_text() for page in API.glob("*.md"))
     full = f"{NAMES[name].__module__}.{name}"
-    assert re.search(rf"^::: ptcollect\.(codecs\.)?{name}$", pages, flags=re.MULTILINE), f"{full} is on no API page"
+    assert re.search(rf"^::: ptcollect\.((codecs|topologies)\.)?{name}$", pages, flags=re.MULTILINE), (
+        f"{full} is on no API page"
+    )
 
 
 def section(name: str, heading: str) -> str:

@@ -35,7 +35,9 @@ def reducer(
     averages: bool = True,
     native: bool = False,
     same_peers: bool = False,
+    keeps_dropped: bool = False,
     check: OptionCheck | None = None,
+    convert: Mapping[str, Callable[[Any], Any]] | None = None,
 ) -> Callable[[ReducerFunction], ReducerFactory]: ...
 def reducer(
     function: ReducerFunction | None = None,
@@ -44,7 +46,9 @@ def reducer(
     averages: bool = True,
     native: bool = False,
     same_peers: bool = False,
+    keeps_dropped: bool = False,
     check: OptionCheck | None = None,
+    convert: Mapping[str, Callable[[Any], Any]] | None = None,
 ) -> ReducerFactory | Callable[[ReducerFunction], ReducerFactory]:
     """Make a reducer out of ``async def name(x, comm, *, option=default)``.
 
@@ -61,7 +65,10 @@ def reducer(
             residual.
         same_peers: whether it exchanges with the same peers in all its rounds, and asks for nothing but exchanges. Then
             leaves may start in the order in which backward delivers them, which can differ between ranks.
+        keeps_dropped: whether what encoding drops stays in the result of the rank that encoded it, so that the sum over
+            ranks is kept without residuals.
         check: raises for bad options; called with ``(options, size)``, `size` None when the pipeline is built.
+        convert: option -> what makes its value of what was given, such as a topology of a name.
 
     Returns:
         A factory: calling it with options gives a Pipeline.
@@ -86,7 +93,14 @@ def reducer(
 
     def made(function: ReducerFunction) -> ReducerFactory:
         return ReducerFactory(
-            function, consensus=consensus, averages=averages, native=native, same_peers=same_peers, check=check
+            function,
+            consensus=consensus,
+            averages=averages,
+            native=native,
+            same_peers=same_peers,
+            keeps_dropped=keeps_dropped,
+            check=check,
+            convert=convert or {},
         )
 
     return made if function is None else made(function)
@@ -105,7 +119,9 @@ class ReducerFactory:
         averages: bool,
         native: bool,
         same_peers: bool,
+        keeps_dropped: bool,
         check: OptionCheck | None,
+        convert: Mapping[str, Callable[[Any], Any]],
     ) -> None:
         if not inspect.iscoroutinefunction(function):
             raise PipelineError(
@@ -123,8 +139,10 @@ class ReducerFactory:
         self.averages = averages
         self.native = native
         self.same_peers = same_peers
+        self.keeps_dropped = keeps_dropped
         self.check = check
-        self.defaults = {option.name: option.default for option in options} | {"axis": None}
+        self.convert = convert
+        self.defaults = self._converted({option.name: option.default for option in options} | {"axis": None})
         self.__name__ = function.__name__
         self.__qualname__ = function.__qualname__
         self.__module__ = function.__module__
@@ -139,11 +157,13 @@ class ReducerFactory:
     def __call__(self, *args: Any, **options: Any) -> Pipeline:
         """A Pipeline with these options."""
         for value in args:
-            refuse_tree(self.__name__, next(iter(self.defaults)), value)
+            if not self.convert:  # a matrix is a tensor, and no tree
+                refuse_tree(self.__name__, next(iter(self.defaults)), value)
         try:
             bound = self.__signature__.bind(*args, **options).arguments
         except TypeError as error:
             raise TypeError(f"{self.__name__}{self.__signature__}: {error}") from None
+        bound = self._converted(bound)
         for name, value in bound.items():
             refuse_tree(self.__name__, name, value)
         chosen = self.defaults | bound
@@ -152,6 +172,9 @@ class ReducerFactory:
         if self.check is not None:
             self.check(chosen, None)
         return Reducer(self, tuple(chosen.items()))
+
+    def _converted(self, options: Mapping[str, Any]) -> dict[str, Any]:
+        return {name: self.convert[name](value) if name in self.convert else value for name, value in options.items()}
 
     def __repr__(self) -> str:
         return f"<reducer {self.__module__}.{self.__qualname__}>"
@@ -169,7 +192,9 @@ class Reducer(Pipeline):
 
     def __repr__(self) -> str:
         parts = [
-            f"{name}={self._show(name, value)}" for name, value in self.options if value != self.factory.defaults[name]
+            self._show(name, value) if name in self.factory.convert else f"{name}={self._show(name, value)}"
+            for name, value in self.options
+            if value != self.factory.defaults[name]
         ]
         return f"{self.factory.__name__}({', '.join(parts)})"
 
@@ -193,6 +218,10 @@ class Reducer(Pipeline):
     def averages(self) -> bool:
         """Whether every rank gets a mean."""
         return self.factory.averages and dict(self.options).get("op") != "sum"
+
+    @property
+    def uses_step(self) -> bool:
+        return any(getattr(value, "varies", False) for _, value in self.options)
 
     @property
     def axis(self) -> str | None:

@@ -78,7 +78,7 @@ class Bucketize(Transform):
         for stage in inner.walk():
             if isinstance(stage, Wrapped) and not stage.transform.works_in_buckets:
                 self._refuse(stage.transform, inner)
-            elif not isinstance(stage, (Reducer, Wrapped, Chain)):
+            elif not isinstance(stage, (Reducer, Wrapped, Chain)) and not stage.works_in_buckets:
                 self._refuse(stage, inner)
 
     def _refuse(self, stage: Pipeline | Transform, inner: Pipeline) -> None:
@@ -109,27 +109,32 @@ class Bucketize(Transform):
     async def update(self, inner: Pipeline, tree: Leaves, state: State, comm: Comm) -> tuple[Leaves, State]:
         for path, leaf in tree.items():
             accumulation_dtype(leaf.dtype, path)  # an error here comes before any traffic
-        work = [self._bucket(inner, bucket, tree, comm) for bucket in self.plan(tree)]
+        kept: State = state["inner"]
+        work = [self._bucket(inner, bucket, tree, kept, comm) for bucket in self.plan(tree)]
         done: Leaves = {
             path: leaf if comm.owned else fresh_copy(leaf) for path, leaf in tree.items() if not leaf.numel()
         }
-        for leaves in [await work[0]] if len(work) == 1 else await comm.fork(work):
+        for leaves, new in [await work[0]] if len(work) == 1 else await comm.fork(work):
             done |= leaves
-        return {path: done[path] for path in tree}, {"inner": state["inner"]}
+            kept = _merged(kept, new)
+        return {path: done[path] for path in tree}, {"inner": kept}
 
-    async def _bucket(self, inner: Pipeline, bucket: Bucket, tree: Leaves, comm: Comm) -> Leaves:
+    async def _bucket(
+        self, inner: Pipeline, bucket: Bucket, tree: Leaves, kept: State, comm: Comm
+    ) -> tuple[Leaves, State]:
         leaves = await comm.arrived(tree, bucket.paths)
         residuals: Leaves | None = None if comm.residuals is None else {}
         # A donated leaf that has a bucket to itself is worked on where it is.
         alone = flat_view(leaves[bucket.paths[0]]) if comm.owned and len(bucket.paths) == 1 else None
         flat = {bucket.label: alone if alone is not None else _packed(bucket, leaves)}
-        out, _ = await inner.apply(flat, {}, comm.replace(owned=True, residuals=residuals, incoming=None))
+        inside = comm.replace(owned=True, residuals=residuals, incoming=None)
+        out, new = await inner.apply(flat, _packed_state(bucket, kept), inside)
         if residuals and comm.residuals is not None:
             # In storage of their own, for they become state; and here, while other buckets travel.
             rows = torch.split(residuals[bucket.label], bucket.sizes)
             own = [row.clone() for row in rows] if len(rows) > 1 else rows
             comm.residuals.update(zip(bucket.paths, own, strict=True))
-        return _unpacked(out[bucket.label], bucket, leaves, into_leaves=comm.owned)
+        return _unpacked(out[bucket.label], bucket, leaves, into_leaves=comm.owned), _unpacked_state(bucket, new, kept)
 
 
 class Bucket(NamedTuple):
@@ -181,6 +186,50 @@ def _unpacked(flat: Tensor, bucket: Bucket, like: Leaves, *, into_leaves: bool) 
         if into_leaves:
             results = [overwrite(leaf, result) for leaf, result in zip(leaves, results, strict=True)]
     return dict(zip(bucket.paths, results, strict=True))
+
+
+def _packed_state(bucket: Bucket, kept: State) -> State:
+    """What the stages inside keep by path, packed as the leaves are; the rest as it is."""
+    return {
+        stage: {key: _packed_entry(bucket, value) if isinstance(value, dict) else value for key, value in own.items()}
+        for stage, own in kept.items()
+    }
+
+
+def _packed_entry(bucket: Bucket, entry: Leaves) -> Leaves:
+    # Leaves of one dtype: all of them have an entry or none has.
+    present = [entry[path] for path in bucket.paths if path in entry]
+    return {bucket.label: joined_flat(present)} if present else {}
+
+
+def _unpacked_state(bucket: Bucket, new: State, kept: State) -> State:
+    """The state that a bucket left behind, with its own paths again."""
+    return {
+        stage: {
+            key: _unpacked_entry(bucket, value, kept[stage][key]) if isinstance(value, dict) else value
+            for key, value in own.items()
+        }
+        for stage, own in new.items()
+    }
+
+
+def _unpacked_entry(bucket: Bucket, entry: Leaves, kept: Leaves) -> Leaves:
+    if bucket.label not in entry:
+        return {}
+    rows = split_flat(entry[bucket.label], [kept[path] for path in bucket.paths])
+    own = [row.clone() for row in rows] if len(rows) > 1 else rows  # in storage of their own, for they are state
+    return dict(zip(bucket.paths, own, strict=True))
+
+
+def _merged(kept: State, new: State) -> State:
+    """`kept` with what is in `new` instead; of what is not by path every bucket has the same."""
+    return {
+        stage: {
+            key: {**value, **new[stage][key]} if isinstance(value, dict) else new[stage][key]
+            for key, value in own.items()
+        }
+        for stage, own in kept.items()
+    }
 
 
 @functools.lru_cache(maxsize=64)

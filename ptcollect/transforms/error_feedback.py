@@ -16,6 +16,7 @@ from ptcollect.pipeline import Pipeline, Transform, Wrapped, apply_settled
 from ptcollect.profiling import span
 from ptcollect.reducers.reducer import Reducer
 from ptcollect.state import State
+from ptcollect.transforms import estimates
 from ptcollect.transforms.shard import dims_of
 from ptcollect.tree import Leaves
 
@@ -29,16 +30,27 @@ def error_feedback() -> Transform:
     steps, n times the sum of the mean results plus the sum over ranks of the residuals is the sum of all gradients, to
     rounding.
 
+    Around `gossip_avg` it compresses differences instead, for there what encoding drops stays with the sender already.
+    Each rank keeps the estimate that its neighbours have of its tensor, and how theirs pull at its own:
+
+    .. math:: q_i = D(C(x_i - \hat x_i)), \quad \hat x_i \leftarrow \hat x_i + q_i, \quad
+        y_i = x_i + \gamma \sum_j W_{ij} (\hat x_j - \hat x_i)
+
+    so that what travels vanishes as ranks agree, and gossip on parameters comes to the mean at a linear rate, as long
+    as the step size suits the codec. Every step keeps the sum over ranks.
+
     Returns:
         A Transform with state ``{"residual": {path: tensor}}``: one residual per floating leaf, of its shape and in
-        float32 at least. Residuals differ between ranks.
+        float32 at least; around gossip ``{"estimate": {path: tensor}, "pull": {path: tensor}}``. They differ between
+        ranks.
 
     Raises:
         PipelineError: when it wraps a pipeline that loses nothing, that cannot report what it lost (`all_reduce`), or
             that has a map in it (which would treat the residual again); the message shows the order that works.
 
     Source: Karimireddy et al. 2019, Error feedback fixes SignSGD and other gradient compression schemes, algorithm 2;
-    Seide et al. 2014, 1-bit stochastic gradient descent, section 3.
+    Seide et al. 2014, 1-bit stochastic gradient descent, section 3; around gossip Koloskova, Stich and Jaggi 2019,
+    Decentralized stochastic optimization and gossip algorithms with compressed communication, algorithms 1 and 2.
 
     >>> import torch, ptcollect as pc
     >>> sync = pc.chain(pc.error_feedback(), pc.compress("bf16"), pc.all_to_all_avg())
@@ -90,8 +102,12 @@ class ErrorFeedback(Transform):
                 f"{self!r} has nothing to feed back: {inner!r} loses nothing; write "
                 f'chain({self!r}, compress("bf16"), {inner!r}) or leave it out'
             )
+        if estimates.keeps_dropped(inner):
+            estimates.check(inner, repr(self))
 
     def init(self, inner: Pipeline, params: Leaves) -> State:
+        if estimates.keeps_dropped(inner):
+            return estimates.init(inner, params)
         residual = {
             path: torch.zeros(leaf.shape, dtype=wide_dtype(leaf.dtype), device=leaf.device)
             for path, leaf in params.items()
@@ -100,9 +116,12 @@ class ErrorFeedback(Transform):
         return {"residual": residual, "inner": inner.begin(params)}
 
     async def update(self, inner: Pipeline, tree: Leaves, state: State, comm: Comm) -> tuple[Leaves, State]:
-        before: Leaves = state["residual"]
+        around_gossip = estimates.keeps_dropped(inner)
+        before: Leaves = state["estimate" if around_gossip else "residual"]
         for path, leaf in tree.items():
             self._check(path, leaf, before)
+        if around_gossip:
+            return await estimates.update(inner, tree, state, comm)
         booked: Leaves = {}
         inside = comm.replace(owned=True, residuals=booked)
         if comm.incoming is None:
