@@ -1,11 +1,11 @@
 """Agreement before traffic: no rank sends a tensor before all ranks know that they brought the same call.
 
-Each rank has a fixed-size record: a digest of all that must be equal, and a flag. Few ranks send it to each other in
-one round. The call goes on meanwhile, packing and encoding; its first message waits for the records (`Agreement` is the
-gate of its comm). Many ranks pass records round by dissemination, in ceil(log2 n) rounds of one send and one receive:
-in round k a rank hears from the rank 2**k to its left, compares digests, and passes on whether it has seen a
-difference. After round k it has covered the 2**(k+1) ranks up to itself, so at the end every rank knows whether all
-agree. Only if they do not, the ranks exchange full descriptions and all raise the same error.
+Each rank has a fixed-size record: a digest of all that must be equal, and a flag. Records go round by dissemination, in
+ceil(log2 n) rounds of one send and one receive: in round k a rank hears from the rank 2**k to its left, compares
+digests, and passes on whether it has seen a difference. After round k it has covered the 2**(k+1) ranks up to itself,
+so at the end every rank knows whether all agree. The call goes on meanwhile, packing and encoding; `Agreement` is the
+gate of its comm, which its first message waits for. Only if the ranks do not agree, they exchange full descriptions and
+all raise the same error.
 
 Source: Hensgen, Finkel and Manber 1988, Two algorithms for barrier synchronization, section 3.
 """
@@ -14,20 +14,18 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ptcollect.comm import Comm, Exchange, Packet
+from ptcollect.comm import Comm
 from ptcollect.errors import PeerLostError, TreeMismatchError
 from ptcollect.tree import sorted_paths
 
 RECORD = 64  # bytes: 16 of digest, 1 of flag, the rest left for later
-FEW = 16
-"""Up to so many ranks send their records to each other: one round instead of log2 n, but n-1 messages."""
 
 
 @dataclass(frozen=True)
@@ -57,52 +55,55 @@ class DisagreementError(Exception):
 
 
 class Agreement:
-    """The records of all ranks, on their way; the gate of what must not be sent before they are equal."""
+    """The records of all ranks, on their way; the gate of what must not be sent before they are equal.
 
-    def __init__(self, digest: bytes, ticket: Any, comm: Comm) -> None:
-        self.open = False
-        self._digest = digest
-        self._ticket = ticket
-        self._comm = comm
-
-    async def passed(self) -> None:
-        """Wait for the records.
-
-        Raises:
-            DisagreementError: not all are equal; every rank gets it.
-        """
-        records = await self._comm.end(self._ticket)
-        if _differ(records, self._digest):
-            raise DisagreementError
-        self.open = True
-
-
-async def begin(digest: bytes, comm: Comm) -> Agreement | None:
-    """Send this rank's record without waiting for the others'; ``None`` where they need several rounds.
+    On a mesh the dims are taken in turn, so that in the end every rank of the mesh has heard of every other.
 
     Args:
         digest: 16 bytes that are equal only if everything that must agree is.
         comm: this rank's place.
     """
-    if len(comm.axes) > 1 or any(axis.size > FEW for axis in comm.axes.values()):
-        return None
-    comm = comm.on_axis(None, "agreement")
-    return Agreement(digest, await comm.begin(_to_all(_record(digest, False), comm)), comm)
 
+    def __init__(self, digest: bytes, comm: Comm) -> None:
+        self.open = False
+        self._digest = digest
+        self._differs = False
+        self._rounds = [
+            (comm.on_axis(axis, "agreement"), 1 << k)
+            for axis, place in comm.axes.items()
+            for k in range((place.size - 1).bit_length())
+        ]
+        self._round = 0
+        self._ticket: Any = None
 
-async def agree(digest: bytes, comm: Comm) -> bool:
-    """Whether every rank has the same `digest`; the same answer on all of them.
+    async def begin(self) -> None:
+        """Send this rank's record, and go on."""
+        comm, distance = self._rounds[self._round]
+        n, rank = comm.size, comm.rank
+        record = _to_tensor(self._digest + bytes([self._differs]) + bytes(RECORD - len(self._digest) - 1))
+        exchange = comm.exchange_bytes({(rank + distance) % n: record}, {(rank - distance) % n: RECORD})
+        self._ticket = await comm.begin(exchange)
 
-    On a mesh the dims are taken in turn, so that in the end every rank of the mesh has heard of every other.
-    """
-    differs = False
-    for axis in comm.axes:
-        on_axis = comm.on_axis(axis, "agreement")
-        if on_axis.size > FEW:
-            differs = await _disseminate(digest, differs, on_axis)
-        else:
-            differs |= _differ(await _to_all(_record(digest, differs), on_axis), digest)
-    return not differs
+    async def passed(self) -> None:
+        """Wait for the records; several coroutines may.
+
+        Raises:
+            DisagreementError: not all are equal; every rank gets it.
+        """
+        while self._round < len(self._rounds):
+            number, (comm, _) = self._round, self._rounds[self._round]
+            received = await comm.end(self._ticket)
+            if number != self._round:
+                continue  # another coroutine was faster
+            (record,) = (_to_bytes(packet.data) for packet in received.values())
+            size = len(self._digest)
+            self._differs = self._differs or bool(record[size]) or record[:size] != self._digest
+            self._round += 1
+            if self._round < len(self._rounds):
+                await self.begin()
+        if self._differs:
+            raise DisagreementError
+        self.open = True
 
 
 async def describe_all(mine: Description, comm: Comm) -> list[Description]:
@@ -118,31 +119,6 @@ async def describe_all(mine: Description, comm: Comm) -> list[Description]:
             for each in json.loads(text)
         ]
     return described
-
-
-def _record(digest: bytes, differs: bool) -> Tensor:
-    return _to_tensor(digest + bytes([differs]) + bytes(RECORD - len(digest) - 1))
-
-
-def _to_all(record: Tensor, comm: Comm) -> Exchange:
-    others = [peer for peer in range(comm.size) if peer != comm.rank]
-    return comm.exchange_bytes(dict.fromkeys(others, record), dict.fromkeys(others, RECORD))
-
-
-def _differ(received: Mapping[int, Packet], digest: bytes) -> bool:
-    records = [_to_bytes(packet.data) for packet in received.values()]
-    return any(bool(record[len(digest)]) or record[: len(digest)] != digest for record in records)
-
-
-async def _disseminate(digest: bytes, differs: bool, comm: Comm) -> bool:
-    n, rank = comm.size, comm.rank
-    distance = 1
-    while distance < n:
-        source = (rank - distance) % n
-        received = await comm.exchange_bytes({(rank + distance) % n: _record(digest, differs)}, {source: RECORD})
-        differs = differs or _differ(received, digest)
-        distance *= 2
-    return differs
 
 
 async def any_rank(flag: bool, comm: Comm) -> bool:

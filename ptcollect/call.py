@@ -9,6 +9,7 @@ import functools
 import itertools
 import math
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,9 +20,7 @@ from ptcollect.agreement import (
     Agreement,
     Description,
     DisagreementError,
-    agree,
     any_of,
-    begin,
     describe_all,
     gather_numbers,
     settle,
@@ -82,17 +81,11 @@ async def call(
     mine = _Brought(pipeline, step, leaves, structure.paths, place, options)
     job = _Job(pipeline, {name: value for name, value in state.items() if name != "step"}, options, arrivals)
     inside = comm.replace(step=step, structure=structure, owned=options.donate and _apart(leaves))
-    # What is donated may be overwritten before the records are in, and then nothing could be filled in and done again;
-    # nothing has to be where backward brings all leaves to all ranks.
-    early = not options.donate or (arrivals is not None and arrivals.certain)
-    agreement = await begin(mine.digest(), comm) if checks and early else None
-    if agreement is not None:
-        out, stages = await _agreeing(mine, job, inside, agreement, comm)
-    else:
-        if checks and not await agree(mine.digest(), comm):
-            leaves = await _settled(mine, comm)
-        place.last_failed = place.last_failed and not checks  # every rank knows by now
-        out, stages = await job.on(leaves, inside)
+    agreement = None
+    if checks:
+        agreement = Agreement(mine.digest(), comm)
+        await agreement.begin()
+    out, stages = await (_agreeing(mine, job, inside, agreement, comm) if agreement else job.on(leaves, inside))
     if not options.donate and not pipeline.fresh and arrivals is None:
         out = _private(out, leaves)
     return structure.unflatten(out), {"step": step + 1, **stages} if pipeline.stateful else {}
@@ -118,7 +111,12 @@ class _Job:
 async def _agreeing(mine: _Brought, job: _Job, inside: Comm, agreement: Agreement, comm: Comm) -> tuple[Leaves, State]:
     """Do what can be done before the records are in; if they differ, nothing has been sent."""
     outcome: tuple[Leaves, State] | Exception
+    # What is donated may be overwritten before the records are in, and then nothing could be filled in and done again;
+    # nothing has to be where backward brings all leaves to all ranks.
+    certain = job.arrivals is not None and job.arrivals.certain
     try:
+        if job.options.donate and not certain:
+            await agreement.passed()
         outcome = await job.on(mine.leaves, inside.replace(gate=agreement))
     except PeerLostError:
         raise
@@ -129,7 +127,7 @@ async def _agreeing(mine: _Brought, job: _Job, inside: Comm, agreement: Agreemen
             await agreement.passed()
     except DisagreementError:
         leaves = await _settled(mine, comm)
-        if job.options.donate:
+        if job.options.donate and certain:
             raise PipelineError(
                 f"{mine.place.name}: gradients are missing on some rank, and this one's, donated because all were "
                 "expected everywhere, are overwritten; give every rank the same DDP options"
@@ -209,7 +207,10 @@ def _described(path: str, leaf: Tensor | None) -> tuple[str, list[int] | None, s
 
 async def _report(error: Exception, mine: _Brought, comm: Comm) -> None:
     """Tell all ranks that this one cannot take part; its digest is equal to no other's."""
-    await agree(fingerprint(f"{mine.place.name} failed: {error}"), comm)
+    agreement = Agreement(fingerprint(f"{mine.place.name} failed: {error}"), comm)
+    await agreement.begin()
+    with suppress(DisagreementError):
+        await agreement.passed()
     await describe_all(mine.describe(error), comm)
     mine.place.last_failed = False
     mine.place.unanimous = error

@@ -151,8 +151,8 @@ class _Driver:
             except Exception as error:
                 self.ready.append((task, None, error))
         elif isinstance(request, Begin):
-            try:
-                self.ready.append((task, self._posted(request.exchange, task), None))
+            try:  # in the name of the whole program: on another rank another task may have come to it
+                self.ready.append((task, self._posted(request.exchange, self.main), None))
             except Exception as error:
                 self.ready.append((task, None, error))
         elif isinstance(request, End):
