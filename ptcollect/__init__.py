@@ -17,6 +17,10 @@ from ptcollect.comm import Comm, Packet
 from ptcollect.errors import NonFiniteError, PeerLostError, PipelineError, PtcollectError, TreeMismatchError
 from ptcollect.maps import clip_by_global_norm, clip_by_value, scale, stateless
 from ptcollect.options import RunOptions
+from ptcollect.parameters.diloco import diloco
+from ptcollect.parameters.local_sgd import local_sgd, post_local_sgd
+from ptcollect.parameters.outer import nesterov, sgd
+from ptcollect.parameters.streaming_diloco import streaming_diloco
 from ptcollect.partition import partition
 from ptcollect.pending import Pending
 from ptcollect.piecewise import piecewise
@@ -73,16 +77,20 @@ __all__ = [
     "clip_by_value",
     "codecs",
     "compress",
+    "diloco",
     "draw_topology",
     "error_feedback",
     "from_rank_local",
     "gather_avg",
     "gossip_avg",
+    "local_sgd",
     "low_rank",
     "mixing_matrix",
+    "nesterov",
     "overlap",
     "partition",
     "piecewise",
+    "post_local_sgd",
     "push_sum",
     "rank_local",
     "reducer",
@@ -90,12 +98,14 @@ __all__ = [
     "ring_reduce",
     "rounds_to_consensus",
     "scale",
+    "sgd",
     "shard",
     "simulate",
     "skip_nonfinite",
     "spectral_gap",
     "state_summary",
     "stateless",
+    "streaming_diloco",
     "sync_grads",
     "sync_params",
     "topologies",

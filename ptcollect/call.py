@@ -67,7 +67,8 @@ async def call(
 ) -> tuple[Any, State]:
     """What `Pipeline.update` does, on one rank; with `arrivals`, `tree` only shows what the leaves will look like."""
     comm = Comm(place.axes)
-    checks = pipeline.communicates and place.size > 1 and _must_check(pipeline, place, options)
+    quiet = pipeline.quiet(state["step"]) if state and isinstance(state.get("step"), int) else False
+    checks = pipeline.communicates and not quiet and place.size > 1 and _must_check(pipeline, place, options)
     try:
         state = pipeline.checked_state(state)
         leaves, structure = flatten(tree)
@@ -237,6 +238,11 @@ def _check_weight(pipeline: Pipeline, options: Options) -> None:
     check_weight(options.weight)
     if options.weight is None:
         return
+    if pipeline.works_on == "parameters":
+        raise ValueError(
+            f"weight={options.weight}: {pipeline!r} works on parameters, and weights belong to means of "
+            "gradients; leave the weight out"
+        )
     for stage in pipeline.walk():
         if isinstance(stage, Reducer) and not stage.averages:
             raise ValueError(

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
+import optree
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -17,7 +18,7 @@ from ptcollect.state import State
 from ptcollect.tree import sorted_paths
 from ptcollect.value import whole_number
 
-OWN = ("residual", "estimate", "pull", "numerator")
+OWN = ("residual", "estimate", "pull", "numerator", "own_anchor", "own_outer", "own_arrived")
 """Keys of entries by path that differ between ranks."""
 
 
@@ -175,6 +176,8 @@ def _merged(mine: Sequence[State], first: State, where: str, *, same: bool) -> S
             out[key] = {path: _sum([state[key][path] for state in mine], leaf) for path, leaf in value.items()}
         elif _is_weight(key, first):
             out[key] = mine[0][key].clone() if same else torch.ones_like(value)
+        elif key.startswith("own_"):  # a rank that is new begins where the first one is
+            out[key] = _cloned(mine[0][key] if mine else value)
         elif key in OWN and isinstance(value, dict):
             out[key] = {
                 path: mine[0][key][path].clone() if same else torch.zeros_like(leaf) for path, leaf in value.items()
@@ -184,6 +187,10 @@ def _merged(mine: Sequence[State], first: State, where: str, *, same: bool) -> S
         else:
             out[key] = value.clone() if isinstance(value, Tensor) else value
     return out
+
+
+def _cloned(entry: State) -> State:
+    return optree.tree_map(lambda value: value.clone() if isinstance(value, Tensor) else value, entry)  # type: ignore[arg-type, return-value]
 
 
 def _sum(parts: Sequence[Tensor], like: Tensor) -> Tensor:

@@ -108,6 +108,10 @@ class Pipeline(Value):
         """Whether results depend on earlier steps; then `init` and `update` replace the plain call."""
         return bool(self.state_names) or self.uses_step
 
+    def quiet(self, step: int) -> bool:
+        """Whether nothing is sent at `step`; then ranks do not even compare what they bring."""
+        return not self.communicates or (bool(self.children()) and all(child.quiet(step) for child in self.children()))
+
     # What extensions implement and call.
 
     def begin(self, params: Leaves) -> State:
@@ -273,6 +277,10 @@ class Transform(Value):
     """Whether it asks ``comm.arrived`` for each leaf's value when it needs it; else all must be there before."""
     sends: ClassVar[bool] = False
     """Whether it communicates by itself, before and after the pipeline inside, with the codec of its own comm."""
+    works_on: ClassVar[str] = "any"
+    """``"parameters"`` where it makes no sense on gradients, ``"gradients"`` the other way round."""
+    uses_step: ClassVar[bool] = False
+    """Whether what it does depends on the step count."""
     manages_ownership: ClassVar[bool] = False
     """Whether it minds ``comm.owned``: the pipeline inside may overwrite tensors only where that is set. Where a
     transform does not say so, the pipeline inside always copies."""
@@ -280,6 +288,10 @@ class Transform(Value):
     def init(self, inner: Pipeline, params: Leaves) -> State:
         """Own first state, with that of `inner` under ``"inner"``."""
         return {"inner": inner.begin(params)}
+
+    def quiet(self, step: int) -> bool:
+        """Whether neither it nor the pipeline inside sends anything at `step`."""
+        return False
 
     async def update(self, inner: Pipeline, tree: Leaves, state: State, comm: Comm) -> tuple[Leaves, State]:
         """One step: treat `tree`, await ``inner.apply``, treat the result."""
@@ -324,6 +336,17 @@ class Wrapped(Pipeline):
     @property
     def fresh(self) -> bool:
         return self.transform.manages_ownership and self.inner.fresh
+
+    @property
+    def works_on(self) -> str:
+        return self.transform.works_on if self.transform.works_on != "any" else super().works_on
+
+    @property
+    def uses_step(self) -> bool:
+        return self.transform.uses_step or super().uses_step
+
+    def quiet(self, step: int) -> bool:
+        return self.transform.quiet(step) or (not self.transform.sends and super().quiet(step))
 
     @property
     def streams(self) -> bool:

@@ -102,6 +102,8 @@ def sync_params(
     params = {name: p.detach() for name, p in named(module_or_params).items()}
     if state is None and pipeline.stateful:
         state = pipeline.init(params)
+    if pipeline.quiet((state or {}).get("step", 0)):
+        options["donate"] = True  # nothing is sent, and most often nothing is changed: no copies to and fro
     values, state = pipeline.update(params, state, **options)
     for name, value in values.items():
         if value is not params[name]:
