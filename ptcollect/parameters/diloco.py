@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
@@ -10,7 +10,7 @@ from torch import Tensor
 from ptcollect.comm import Comm
 from ptcollect.dtypes import restrided, wide_dtype
 from ptcollect.errors import PipelineError
-from ptcollect.parameters.outer import Nesterov, begin_outer, check_outer, step_outer
+from ptcollect.parameters.outer import DEFAULT, begin_outer, check_outer, step_outer
 from ptcollect.pipeline import Pipeline, Transform
 from ptcollect.replicas import SameEverywhere
 from ptcollect.state import State
@@ -60,7 +60,7 @@ def diloco(every: int = 500, *, outer: Any = None) -> DiLoCo:
     >>> pc.simulate(sync, [start - 2, start - 4], once.states).trees[0]  # 3 * 0.5 * (1 + 0.5) below
     tensor([-2.2500, -2.2500])
     """
-    chosen = Nesterov() if outer is None else outer
+    chosen = DEFAULT if outer is None else outer
     check_outer(chosen)
     return DiLoCo(whole_number("diloco(every)", every), chosen)
 
@@ -76,11 +76,7 @@ class DiLoCo(Transform):
     goes_outside_error_feedback = True
 
     every: int = 500
-    outer: Any = field(default_factory=Nesterov)
-
-    def __repr__(self) -> str:
-        outer = "" if self.outer == Nesterov() else f", outer={self.outer!r}"
-        return f"diloco({self.every}{outer})"
+    outer: Any = DEFAULT
 
     def quiet(self, step: int) -> bool:
         return (step + 1) % self.every != 0

@@ -109,6 +109,10 @@ class Nesterov(Value):
         return updates, {"momentum": momentum}
 
 
+DEFAULT = Nesterov()
+"""DiLoCo's choice."""
+
+
 def check_outer(outer: Any) -> None:
     """Raise for anything that is no (init, update) pair.
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
 from ptcollect.comm import Comm
 from ptcollect.parameters.diloco import anchored, arrived, keys, moving_leaves
-from ptcollect.parameters.outer import Nesterov, begin_outer, check_outer, step_outer
+from ptcollect.parameters.outer import DEFAULT, begin_outer, check_outer, step_outer
 from ptcollect.pipeline import Pipeline, Transform
 from ptcollect.replicas import SameEverywhere
 from ptcollect.state import State
@@ -60,7 +60,7 @@ def streaming_diloco(
     >>> pc.simulate(sync, first.trees, first.states).trees[0]  # fragment 0: a
     {'a': tensor([2., 2.]), 'b': tensor([2., 2.])}
     """
-    chosen = Nesterov() if outer is None else outer
+    chosen = DEFAULT if outer is None else outer
     check_outer(chosen)
     whole_number("streaming_diloco(every)", every)
     whole_number("streaming_diloco(fragments=...)", fragments)
@@ -88,7 +88,7 @@ class StreamingDiLoCo(Transform):
     fragments: int = 2
     delay: int = 0
     alpha: float = 0.0
-    outer: Any = field(default_factory=Nesterov)
+    outer: Any = DEFAULT
 
     def fragment_at(self, step: int) -> int | None:
         """The fragment that is sent at `step`, if one is."""
