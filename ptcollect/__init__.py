@@ -15,12 +15,14 @@ from ptcollect.checkpoint import from_rank_local, rank_local, reshard, state_sum
 from ptcollect.codecs.codec import Codec
 from ptcollect.comm import Comm, Packet
 from ptcollect.errors import NonFiniteError, PeerLostError, PipelineError, PtcollectError, TreeMismatchError
+from ptcollect.link import Link, two_level
 from ptcollect.maps import clip_by_global_norm, clip_by_value, scale, stateless
 from ptcollect.options import RunOptions
 from ptcollect.partition import partition
 from ptcollect.pending import Pending
 from ptcollect.piecewise import piecewise
 from ptcollect.pipeline import Pipeline, Transform
+from ptcollect.plan import Plan, plan
 from ptcollect.reducers.all_gather import all_gather_avg
 from ptcollect.reducers.all_to_all import all_to_all_avg
 from ptcollect.reducers.broadcast import broadcast
@@ -29,6 +31,7 @@ from ptcollect.reducers.native import all_reduce
 from ptcollect.reducers.reducer import reducer
 from ptcollect.reducers.ring import ring_reduce
 from ptcollect.simulate import Simulation, simulate
+from ptcollect.timeline import Timeline
 from ptcollect.traffic import Traffic, traffic
 from ptcollect.transforms.bucketize import bucketize
 from ptcollect.transforms.compress import compress
@@ -42,6 +45,7 @@ __version__ = "0.1.0"
 __all__ = [
     "Codec",
     "Comm",
+    "Link",
     "NonFiniteError",
     "Overlap",
     "Packet",
@@ -49,9 +53,11 @@ __all__ = [
     "Pending",
     "Pipeline",
     "PipelineError",
+    "Plan",
     "PtcollectError",
     "RunOptions",
     "Simulation",
+    "Timeline",
     "Traffic",
     "Transform",
     "TreeMismatchError",
@@ -74,6 +80,7 @@ __all__ = [
     "overlap",
     "partition",
     "piecewise",
+    "plan",
     "rank_local",
     "reducer",
     "reshard",
@@ -87,4 +94,5 @@ __all__ = [
     "sync_grads",
     "sync_params",
     "traffic",
+    "two_level",
 ]

@@ -18,7 +18,7 @@ from torch import Tensor
 from ptcollect.agreement import Description, agree, any_of, gather_numbers, settle
 from ptcollect.arrivals import Arrivals
 from ptcollect.chain import Chain
-from ptcollect.comm import Axis, Comm
+from ptcollect.comm import Axis, Comm, Observer
 from ptcollect.dtypes import fresh_copy
 from ptcollect.maps import scaled
 from ptcollect.options import Options, check_weight
@@ -40,6 +40,8 @@ class Place:
     """The error of the present call that every rank raises; the connection is sound then."""
     checked: set[bytes] = field(default_factory=set)
     """Digests of the pipelines that have been called here with ``check="first"``."""
+    observer: Observer | None = None
+    """Who is told of the work done in a call, beside what is sent."""
 
     @property
     def size(self) -> int:
@@ -56,7 +58,7 @@ async def call(
     arrivals: Arrivals | None = None,
 ) -> tuple[Any, State]:
     """What `Pipeline.update` does, on one rank; with `arrivals`, `tree` only shows what the leaves will look like."""
-    comm = Comm(place.axes)
+    comm = Comm(place.axes, observer=place.observer)
     checks = pipeline.communicates and place.size > 1 and _must_check(pipeline, place, options)
     try:
         state = pipeline.checked_state(state)

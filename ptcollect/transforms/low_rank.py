@@ -150,6 +150,8 @@ def _matrix(leaf: Tensor) -> Tensor:
 
 def _product(a: Tensor, b: Tensor) -> Tensor:
     """``a @ b`` without overflow on the way, and bounded by the largest finite number."""
+    if a.is_meta:
+        return a @ b
     largest = torch.finfo(a.dtype).max
     size = float(a.abs().amax())
     if size < largest**0.25 or not size < float("inf"):
