@@ -20,6 +20,7 @@ def main() -> None:
         add_completion=False,
         pretty_exceptions_enable=False,
     )
+    app.callback()(lambda: None)  # or else a single command would not be called by its name
     for name in COMMANDS:
         if importlib.util.find_spec(f"ptcollect.commands.{name}") is not None:
             module = importlib.import_module(f"ptcollect.commands.{name}")

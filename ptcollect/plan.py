@@ -22,7 +22,7 @@ from ptcollect.symmetry import NotSymmetricError, OneRank, Programs, TimedRank
 from ptcollect.timeline import Timeline
 from ptcollect.value import whole_number
 
-_EVERY_RANK = 10_000  # requests of all ranks up to which each is simulated
+_EVERY_RANK = 10_000  # messages of all ranks up to which each is simulated
 _AT_MOST = 2_000_000  # and up to which that is tried where nothing else would do
 
 
@@ -82,7 +82,8 @@ def plan(
     All ranks are simulated while that is quick. In larger worlds one rank of each kind is, with messages as
     long as the longest of their round: the rest of a division by the number of ranks then counts on every rank, no more
     than a number per message. That needs links that are alike (one, or two levels) and ranks that do the same but
-    for a rotation, which is checked. With two levels a ring that leaves a node on some ranks only is averaged over them.
+    for a rotation, which is checked. With two levels, a ring whose messages leave a node on some ranks only takes
+    the mean of their latencies.
 
     Args:
         pipeline: what to run. Control flow may not depend on values: `skip_nonfinite` is planned as a step that is not
@@ -167,11 +168,11 @@ class _Case:
         first = OneRank(self.shape, dict.fromkeys(self.shape, 0), programs)
         try:
             first.run(self.pipeline, self.tree, self.state, self.check)
-            if every_rank is None and first.requests * self.ranks <= _EVERY_RANK:
+            if every_rank is None and first.messages * self.ranks <= _EVERY_RANK:
                 return self.of_every_rank()
             return self.of_one_of_each(first, programs)
         except NotSymmetricError as error:
-            if every_rank is False or first.requests * self.ranks > _AT_MOST:
+            if every_rank is False or first.messages * self.ranks > _AT_MOST:
                 raise PipelineError(
                     f"plan: {self.ranks} ranks are too many to simulate each of them, and one cannot stand for "
                     f"others: {error}; plan a smaller world"

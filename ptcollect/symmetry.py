@@ -192,9 +192,10 @@ class Program:
             self.times_sent = Counter(sent.chunk for step in self.steps for sent in step.sends)
 
     @property
-    def requests(self) -> int:
-        """How many requests a rank makes."""
-        return len(self.steps)
+    def messages(self) -> int:
+        """About how many messages a rank sends, one at least for each request."""
+        rounds = 2 * (self.kind.size - 1)
+        return sum(max(1, len(step.sends), 0 if step.native is None else rounds) for step in self.steps)
 
     def _predicts(self, rank: int, numbers: int) -> bool:
         """Whether the steps say what `rank` really sends of a leaf that does not cut into equal chunks."""
@@ -271,7 +272,8 @@ class OneRank(Observer):
         self.reductions: Counter[tuple[Kind, int]] = Counter()
         self.dims: set[Any] = set()
         """Dims along which a stage that is no reducer sends payload."""
-        self.requests = 0
+        self.messages = 0
+        """About how many messages this rank sends."""
 
     def run(self, pipeline: Pipeline, tree: Any, state: State | None, check: str) -> None:
         """Perform the call."""
@@ -288,7 +290,7 @@ class OneRank(Observer):
         kind = Kind.of(reducer, comm)
         self.reductions[kind, x.numel()] += 1
         program = self.programs.of(kind, x.numel())
-        self.requests += program.requests
+        self.messages += program.messages
         return self.stands_in(program, x, comm)
 
     async def stands_in(self, program: Program, x: Tensor, comm: Comm) -> Tensor:
@@ -299,7 +301,7 @@ class OneRank(Observer):
         axis = request.axis if request.axis in self.shape else next(iter(self.shape))
         me, size = self.coordinate[axis], self.shape[axis]
         self.traffic.count(request, me, size)
-        self.requests += 1
+        self.messages += max(1, len(request.send) if isinstance(request, Exchange) else 2 * (size - 1))
         if isinstance(request, AllReduce):
             self.dims.add(axis)
             return self.timed(request, axis, (), request.tensor)

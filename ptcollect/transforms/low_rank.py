@@ -104,16 +104,20 @@ class LowRank(Transform):
         self._check_basis(matrices, basis)
 
         lost_p: Leaves | None = None if comm.residuals is None else {}
+        multiplications = sum(m.numel() * basis[path].shape[1] for path, m in matrices.items())
+        comm.works("multiply", multiplications)
         ps = {path: _product(matrices[path], basis[path]) if path in matrices else leaf for path, leaf in tree.items()}
         # Dense leaves may be the caller's own, so nothing in this round is overwritten.
         first, p_state = await inner.apply(ps, state["p"], comm.replace(owned=False, residuals=lost_p))
         orthogonal = {path: _orthonormal(first[path]) for path in matrices}
 
         lost_q: Leaves | None = None if comm.residuals is None else {}
+        comm.works("multiply", multiplications)
         qs = {path: _product(matrix.t(), orthogonal[path]) for path, matrix in matrices.items()}
         mine = {path: q.clone() for path, q in qs.items()} if comm.residuals is not None else {}
         second, q_state = await inner.apply(qs, state["q"], comm.replace(owned=True, residuals=lost_q, scope="Q of "))
 
+        comm.works("multiply", multiplications * (1 if comm.residuals is None else 2))
         out = dict(first)
         for path in matrices:
             out[path] = restrided(
