@@ -144,11 +144,13 @@ def measure_codecs() -> dict[str, tuple[float, float]]:
         speed[name] = (count / encode, count / decode)
     add = count / slowest(lambda: into.mul_(0.5).add_(numbers), 9)
     speed["float32"] = (1e15, add)  # what travels as it is needs no encoding
-    copy = count / slowest(numbers.clone, 9)
-    speed["copy"] = (copy, copy)
-    matrix, thin = torch.randn(1024, 512), torch.randn(512, 4)
-    multiply = 1024 * 512 * 4 / slowest(lambda: (matrix.abs().amax(), matrix @ thin), 9)
-    speed["multiply"] = (multiply, multiply)
+    # As much as a call writes at a time: memory that is fresh costs more than the copy itself.
+    copy = 12 * count / slowest(lambda: [numbers.clone() for _ in range(12)], 5)
+    matrix, thin, other = torch.randn(1024, 256), torch.randn(256, 4), torch.randn(1024, 4)
+    multiply = 20 * 1024 * 256 * 4 / slowest(lambda: [(matrix.abs().amax(), matrix @ thin) for _ in range(20)], 5)
+    orthonormal = 20 * other.numel() / slowest(lambda: [torch.linalg.qr(other).Q.contiguous() for _ in range(20)], 5)
+    for name, rate in (("copy", copy), ("multiply", multiply), ("orthonormal", orthonormal)):
+        speed[name] = (rate, rate)
     return speed
 
 

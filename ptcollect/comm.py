@@ -227,6 +227,7 @@ class Comm:
         own = Cast(self.wire_dtype(path, leaf) if total.is_floating_point else total)
         codec = self.codec if self.codec is not None and total.is_floating_point else own
         if self.residuals is not None and total.is_floating_point:
+            self.works("copy", flat_numel(leaf))
             self.residuals[path] = torch.zeros(flat_numel(leaf), dtype=total, device=leaf.device)
         return self.replace(
             leaf=path,
@@ -265,6 +266,7 @@ class Comm:
         self._works("encode", codec, x.numel())
         if books:
             self._works("decode", codec, x.numel())
+            self.works("copy", 2 * x.numel())
         if x.is_meta:  # nothing to look at: a packet of the size that was promised
             packet = Packet(torch.empty(codec.wire_bytes(x.numel()), dtype=torch.uint8, device="meta"), x.numel())
             if self.observer is not None:
@@ -288,7 +290,7 @@ class Comm:
         """The numbers in `packet`, flat and in the accumulation dtype; may share its storage."""
         codec = self._codec()
         self._works("decode", codec, packet.numel)
-        if packet.data.is_meta:
+        if self.device.type == "meta":
             return torch.empty(packet.numel, dtype=self.dtype, device="meta")
         return codec.decode(packet.data, packet.numel, self.dtype)
 

@@ -94,8 +94,9 @@ def plan(
         link: what joins the ranks.
         codec_speed: numbers per second that each codec encodes and decodes, as in ``{"int8": (2e9, 3e9)}``; or a JSON
             file with such a mapping, or one that ``benchmarks/codec_speed.py --json`` has written. Known beside codecs:
-            dtypes such as ``"float32"`` (adding what travels as it is), ``"copy"`` (packing and unpacking) and
-            ``"multiply"`` (of `low_rank`). What is not named takes no time, and by default nothing is.
+            dtypes such as ``"float32"`` (adding what travels as it is), ``"copy"`` (passes over fresh memory, as in
+            packing), and of `low_rank` ``"multiply"`` and ``"orthonormal"``. What is not named takes no time, and by
+            default nothing is.
         step: the state's step count, for `piecewise`.
         check: as in `RunOptions`.
         every_rank: whether to simulate all ranks; None: as the size allows.

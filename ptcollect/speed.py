@@ -17,8 +17,9 @@ class Speeds:
     """Seconds of work, by what is done.
 
     A codec is found by its code (``"int8(block=64)"``), then by its name (``"int8"``); numbers that travel as they are
-    by their dtype (``"float32"``). ``"copy"`` is packing and unpacking, ``"multiply"`` multiplications and additions of
-    `low_rank`. What is not named costs nothing.
+    by their dtype (``"float32"``). ``"copy"`` is every pass that writes fresh memory, as packing does; ``"multiply"``
+    counts the multiplications of `low_rank`, ``"orthonormal"`` the numbers in its bases. What is not named costs
+    nothing.
     """
 
     def __init__(self, speed: CodecSpeed | str | Path | None) -> None:
@@ -52,7 +53,7 @@ def _checked(speed: Mapping[str, Any]) -> dict[str, tuple[float, float]]:
             raise ValueError(
                 f"codec_speed[{name!r}]: expected (numbers encoded per second, numbers decoded), got {rates!r}"
             )
-        if "(" not in name and name not in ("copy", "multiply") and not _is_dtype(name):
+        if "(" not in name and name not in ("copy", "multiply", "orthonormal") and not _is_dtype(name):
             by_name(name)  # raises, with the names that exist
         table[name] = (float(pair[0]), float(pair[1]))
     return table

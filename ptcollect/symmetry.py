@@ -370,6 +370,7 @@ class TimedRank(OneRank):
         self._routes: dict[tuple[Any, int], _MeanRoute] = {}
         self._flows: list[_Flow] = []
         self._replays: dict[Any, list[_Replay]] = {}
+        self._behind = 0.0  # how long after this rank's last message another one's leaves a port that they share
 
     def perform(self, steps: Generator[Any, Any, Any]) -> None:
         for handle in steps:
@@ -378,6 +379,9 @@ class TimedRank(OneRank):
             if handle.done_at > self.time:
                 self.stages[handle.stage] += handle.done_at - self.time
                 self.time = handle.done_at
+        if self._behind:
+            self.stages["shared ports"] += self._behind
+            self.time += self._behind
 
     def works(self, what: str, numbers: int) -> None:
         seconds = self.speeds.seconds(what, numbers)
@@ -437,7 +441,10 @@ class TimedRank(OneRank):
         for offset, size in messages:
             route = self._routes.get((axis, offset)) or self._route(axis, offset)
             start = max(at, self._free[route.port])
-            self._free[route.port] = start + route.port_overhead + size * route.port_seconds_per_byte
+            busy = route.port_overhead + size * route.port_seconds_per_byte
+            self._free[route.port] = start + busy
+            if route.sharing > 1:
+                self._behind = busy * (1 - 1 / route.sharing)
             done = max(done, start + route.overhead + size * route.seconds_per_byte)
         return done
 
@@ -468,6 +475,8 @@ class _MeanRoute(NamedTuple):
     """A message to an offset, on the rank where its port is busiest."""
 
     port: str
+    sharing: int
+    """How many ranks send by the port at a time."""
     port_overhead: float
     """How long it occupies the port, those of ranks that share it included."""
     port_seconds_per_byte: float
@@ -506,4 +515,4 @@ def _same(link: Link, port: str, sharing: int, part: float, otherwise: Link | No
     if otherwise is not None:
         mean = part * mean + (1 - part) * (otherwise.latency + otherwise.message_overhead)
         mean_per_byte = part * per_byte + (1 - part) / otherwise.bandwidth
-    return _MeanRoute(port, sharing * overhead, sharing * per_byte, mean, mean_per_byte)
+    return _MeanRoute(port, sharing, sharing * overhead, sharing * per_byte, mean, mean_per_byte)

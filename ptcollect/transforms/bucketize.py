@@ -132,6 +132,7 @@ class Bucketize(Transform):
             # In storage of their own, for they become state; and here, while other buckets travel.
             rows = torch.split(residuals[bucket.label], bucket.sizes)
             own = [row.clone() for row in rows] if len(rows) > 1 else rows
+            comm.works("copy", numbers if len(rows) > 1 else 0)
             comm.residuals.update(zip(bucket.paths, own, strict=True))
         comm.works("copy", numbers if comm.owned and alone is None else 0)
         return _unpacked(out[bucket.label], bucket, leaves, into_leaves=comm.owned)

@@ -105,10 +105,12 @@ class LowRank(Transform):
 
         lost_p: Leaves | None = None if comm.residuals is None else {}
         multiplications = sum(m.numel() * basis[path].shape[1] for path, m in matrices.items())
+        numbers = sum(m.numel() for m in matrices.values())
         comm.works("multiply", multiplications)
         ps = {path: _product(matrices[path], basis[path]) if path in matrices else leaf for path, leaf in tree.items()}
         # Dense leaves may be the caller's own, so nothing in this round is overwritten.
         first, p_state = await inner.apply(ps, state["p"], comm.replace(owned=False, residuals=lost_p))
+        comm.works("orthonormal", 2 * sum(first[path].numel() for path in matrices))
         orthogonal = {path: _orthonormal(first[path]) for path in matrices}
 
         lost_q: Leaves | None = None if comm.residuals is None else {}
@@ -118,6 +120,7 @@ class LowRank(Transform):
         second, q_state = await inner.apply(qs, state["q"], comm.replace(owned=True, residuals=lost_q, scope="Q of "))
 
         comm.works("multiply", multiplications * (1 if comm.residuals is None else 2))
+        comm.works("copy", numbers * (1 if comm.residuals is None else 3))
         out = dict(first)
         for path in matrices:
             out[path] = restrided(
