@@ -38,6 +38,7 @@ TIMEOUT_SECONDS = 230.0
 GOAL = 0.10
 """How far a prediction may be from the measured median."""
 MANY = 32  # small messages in a row
+ROW = 1 << 18  # numbers in a chunk of a bucket; 24 of them are the tree
 LONG = 2 << 20  # bytes of a long message: about what a ring of 4 sends of a bucket
 
 FLAT = {
@@ -131,26 +132,34 @@ def measure_link(to: int, source: int) -> dict[str, float]:
 
 
 def measure_codecs() -> dict[str, tuple[float, float]]:
-    """Numbers per second, while all ranks are at it."""
-    numbers = torch.randn(LONG // 4, generator=torch.Generator().manual_seed(dist.get_rank()))
-    into, count = torch.zeros_like(numbers), LONG // 4
+    """Numbers per second, while all ranks are at it, on as many rows and as much memory as a call goes through."""
+    numbers = torch.randn(24 * ROW, generator=torch.Generator().manual_seed(dist.get_rank()))
+    rows, into = numbers.split(ROW), torch.zeros_like(numbers).split(ROW)
     key = pc.codecs.Key(0, "w", 0, 0)
     speed = {}
+
+    def rate(count: int, run: Callable[[], object]) -> float:
+        return count / slowest(run, 5)
+
     for name in ("bf16", "int8"):
         codec = pc.codecs.by_name(name)
-        packet = codec.encode(numbers, key)
-        encode = slowest(lambda codec=codec: codec.encode(numbers, key), 9)
-        decode = slowest(lambda codec=codec, packet=packet: codec.accumulate(packet, into, 0.5, 1.0), 9)
-        speed[name] = (count / encode, count / decode)
-    add = count / slowest(lambda: into.mul_(0.5).add_(numbers), 9)
+        packets = [codec.encode(row, key) for row in rows]
+        encode = rate(24 * ROW, lambda codec=codec: [codec.encode(row, key) for row in rows])
+        decode = rate(
+            24 * ROW,
+            lambda codec=codec, packets=packets: [
+                codec.accumulate(packet, row, 0.5, 1.0) for packet, row in zip(packets, into, strict=True)
+            ],
+        )
+        speed[name] = (encode, decode)
+    add = rate(24 * ROW, lambda: [row.mul_(0.5).add_(other) for row, other in zip(into, rows, strict=True)])
     speed["float32"] = (1e15, add)  # what travels as it is needs no encoding
-    # As much as a call writes at a time: memory that is fresh costs more than the copy itself.
-    copy = 12 * count / slowest(lambda: [numbers.clone() for _ in range(12)], 5)
-    matrix, thin, other = torch.randn(1024, 256), torch.randn(256, 4), torch.randn(1024, 4)
-    multiply = 20 * 1024 * 256 * 4 / slowest(lambda: [(matrix.abs().amax(), matrix @ thin) for _ in range(20)], 5)
-    orthonormal = 20 * other.numel() / slowest(lambda: [torch.linalg.qr(other).Q.contiguous() for _ in range(20)], 5)
-    for name, rate in (("copy", copy), ("multiply", multiply), ("orthonormal", orthonormal)):
-        speed[name] = (rate, rate)
+    copy = rate(24 * ROW, lambda: [row.clone() for row in rows])
+    thin, other = torch.randn(256, 4), torch.randn(1024, 4)
+    multiply = rate(24 * ROW * 4, lambda: [(row.abs().amax(), row.view(-1, 256) @ thin) for row in rows])
+    orthonormal = rate(24 * other.numel(), lambda: [torch.linalg.qr(other).Q.contiguous() for _ in rows])
+    for name, each in (("copy", copy), ("multiply", multiply), ("orthonormal", orthonormal)):
+        speed[name] = (each, each)
     return speed
 
 
