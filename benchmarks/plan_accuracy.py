@@ -84,9 +84,11 @@ def on_rank(kind: str, rounds: int, out: Path) -> None:
     else:
         mesh = init_device_mesh("cpu", (NODES, LOCAL), mesh_dim_names=tuple(AXES))
         beside, across = rank ^ 1, (rank + LOCAL) % n
-        link = {"inside": measure_link(beside, beside), "between": measure_link(across, across)}
+        link = {"between": measure_link(across, across), "inside": measure_link(beside, beside)}
         contenders = [ranks.Contender(name, name, partial(pipe, group=mesh)) for name, pipe in HIERARCHICAL.items()]
-    before = measure_codecs()
+    to, source = (rank + 1) % n, (rank - 1) % n
+    load = 0.1 * next(iter(link.values()))["bandwidth"]  # a tenth of a second
+    before = measure_codecs(to, source, load)
     tree = ranks.gradients(SHAPES)
     sent = []
     for contender in contenders:
@@ -96,7 +98,7 @@ def on_rank(kind: str, rounds: int, out: Path) -> None:
         dist.all_gather_object(everyone, (traffic.bytes, traffic.messages, traffic.rounds))
         sent.append(everyone)
     seconds = ranks.time_in_turn(contenders, tree, rounds, calls=1)
-    after = measure_codecs()  # the machine may have become busier meanwhile
+    after = measure_codecs(to, source, load)  # the machine may have become busier meanwhile
     speed = {
         name: [2 / (1 / a + 1 / b) for a, b in zip(pair, after[name], strict=True)] for name, pair in before.items()
     }
@@ -135,15 +137,20 @@ def measure_link(to: int, source: int) -> dict[str, float]:
     }
 
 
-def measure_codecs() -> dict[str, tuple[float, float]]:
-    """Numbers per second, while all ranks are at it, on as many rows and as much memory as a call goes through."""
+def measure_codecs(to: int, source: int, load: float) -> dict[str, tuple[float, float]]:
+    """Numbers per second, while all ranks are at it and messages travel, on as many rows as a call goes through.
+
+    `load` is how many bytes travel meanwhile: what the kernel does for them, and that caches are cold afterwards,
+    makes codecs several times slower than they are alone.
+    """
+    message, room = torch.zeros(int(load), dtype=torch.uint8), torch.zeros(int(load), dtype=torch.uint8)
     numbers = torch.randn(24 * ROW, generator=torch.Generator().manual_seed(dist.get_rank()))
     rows, into = numbers.split(ROW), torch.zeros_like(numbers).split(ROW)
     key = pc.codecs.Key(0, "w", 0, 0)
     speed = {}
 
     def rate(count: int, run: Callable[[], object]) -> float:
-        return count / slowest(run, 5)
+        return count / slowest(run, 5, beside=lambda: [dist.irecv(room, source), dist.isend(message, to)])
 
     for name in ("bf16", "int8"):
         codec = pc.codecs.by_name(name)
@@ -167,14 +174,17 @@ def measure_codecs() -> dict[str, tuple[float, float]]:
     return speed
 
 
-def slowest(run: Callable[[], object], repeats: int) -> float:
-    """The median over repeats of the slowest rank's seconds, after one to warm up."""
+def slowest(run: Callable[[], object], repeats: int, beside: Callable[[], list[Any]] = list) -> float:
+    """The median over repeats of the slowest rank's seconds, after one to warm up; `beside` begins what travels."""
     samples = torch.zeros(repeats + 1, dtype=torch.float64)
     for turn in range(repeats + 1):
         dist.barrier()
+        works = beside()
         start = perf_counter()
         run()
         samples[turn] = perf_counter() - start
+        for work in works:
+            work.wait()
     dist.all_reduce(samples, op=dist.ReduceOp.MAX)
     return float(samples[1:].median())
 

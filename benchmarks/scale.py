@@ -37,9 +37,10 @@ LINKS = {
     "1 Gbit/s, 10 ms": pc.Link("1gbit", latency="10ms"),
     "100 Mbit/s, 50 ms": pc.Link("100mbit", latency="50ms"),
 }
-NAMES = ("dense", "bf16", "int8", "low_rank", "hierarchical", "diloco")
+NAMES = ("dense", "large", "bf16", "int8", "low_rank", "hierarchical", "diloco")
 TITLES = {
     "dense": "dense ring",
+    "large": "dense ring, 1 GiB buckets",
     "bf16": "bf16",
     "int8": "int8 + EF",
     "low_rank": "low_rank(4) + EF",
@@ -64,7 +65,8 @@ class Cell:
 
 def cells(params: int, worlds: Sequence[int], keep: Path | None, most: float) -> list[Cell]:
     """All of them; the hierarchical one has nodes of eight ranks that share the link, the others a link a rank."""
-    known = short_names()
+    large = Candidate("large", pc.chain(pc.bucketize("1GiB"), pc.ring_reduce()))
+    known = {**short_names(), "large": large}
     found = [Cell(*row) for row in json.loads(keep.read_text())] if keep is not None and keep.exists() else []
     begin = process_time()
     for title, world in itertools.product(LINKS, worlds):
@@ -105,7 +107,8 @@ links that nobody here has: predictions, not measurements. Codecs count as free.
 
 Every rank has a link of its own, but in *hierarchical* the {RANKS_PER_NODE} ranks of a node share one, with 400 Gbit/s
 and 10 µs inside the node. *DiLoCo(500)* is one dense sync in 500 steps, counted for each step; between them nothing is
-sent, and ranks drift apart. EF: `error_feedback`.
+sent, and ranks drift apart. EF: `error_feedback`. Buckets are of 8 MiB where nothing else is said; four of them are in
+flight at a time, and each four pay the latency of all rounds, so that large worlds need larger ones.
 
 A step of {TOKENS} tokens a rank at {FLOPS / 1e12:g} TFLOP/s computes for {duration(compute)} (6 floating-point
 operations a parameter and token). **Bold**: the sync takes at most {CHEAP:.0%} of that, so it could hide behind the
@@ -158,16 +161,20 @@ def _reading(title: str, found: Sequence[Cell], all_worlds: Sequence[int], compu
         elif good:
             text = f"hides behind computation up to {max(good)} ranks"
         else:
-            text = f"takes {ratios[0]:.3g} times as long as computing with {worlds[0]} ranks already"
+            text = f"takes {_times(ratios[0])} times as long as computing with {worlds[0]} ranks already"
         grows = table[name, worlds[-1]].seconds / table[name, worlds[0]].seconds
         if grows > 3:
-            text += f"; latency decides in large worlds: {grows:.3g} times as long with {worlds[-1]} ranks"
-        if name not in ("dense", "diloco"):
+            text += f"; latency decides in large worlds: {_times(grows)} times as long with {worlds[-1]} ranks"
+        if name not in ("dense", "large", "diloco"):
             gains = [table["dense", world].seconds / table[name, world].seconds for world in worlds]
             if gains[0] > 1.2 > gains[-1]:
                 text += f"; saves next to nothing with {worlds[-1]} ranks, where rounds cost more than bytes"
         lines.append(f"* {TITLES[name]} {text}.")
     return lines
+
+
+def _times(ratio: float) -> str:
+    return f"{ratio:,.0f}" if ratio >= 10 else f"{ratio:.1f}"
 
 
 def _by_place(title: str, found: Sequence[Cell]) -> Mapping[tuple[str, int], Cell]:
