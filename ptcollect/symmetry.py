@@ -72,20 +72,24 @@ class Ready:
 class Kind:
     """Reductions that differ in nothing but the size of the leaf."""
 
-    reducer: Reducer
-    size: int
-    """Ranks on its dim."""
+    reducer: Reducer = field(compare=False)
     comm: Comm = field(compare=False)
     """Some leaf's comm, for codec and dtype."""
     about: tuple[Any, ...]
-    """What of that comm matters."""
+    """Which reducer it is, and what of that comm matters."""
 
     @staticmethod
     def of(reducer: Reducer, comm: Comm) -> Kind:
         """The kind that a reduction with this comm is."""
         books = comm.residuals is not None and comm.leaf in comm.residuals
-        about = (comm.axis, comm.codec, comm.dtype, comm.compressed, books)
-        return Kind(reducer, comm.size, comm, about)
+        # By identity and as text: options and codecs of the user's may not be hashable.
+        about = (id(reducer), comm.axis, comm.size, repr(comm.codec), comm.dtype, comm.compressed, books)
+        return Kind(reducer, comm, about)
+
+    @property
+    def size(self) -> int:
+        """Ranks on its dim."""
+        return self.comm.size
 
     def wire_bytes(self, numbers: int) -> int:
         """Bytes of a packet."""
