@@ -128,10 +128,10 @@ def measure_link(to: int, source: int) -> dict[str, float]:
 
     one = slowest(lambda: [exchange(byte, room, 1) for _ in range(20)], 5) / 20
     many = slowest(lambda: exchange(byte, room, MANY), 5)
-    rows = [slowest(lambda times=times: exchange(long, long_room, times), 3) for times in (1, 4)]
+    rows = [slowest(lambda times=times: exchange(long, long_room, times), 3) for times in (2, 8)]
     overhead = max(0.0, (many - one) / (MANY - 1))
     return {
-        "bandwidth": 3 * LONG / (rows[1] - rows[0] - 3 * overhead),
+        "bandwidth": 6 * LONG / (rows[1] - rows[0] - 6 * overhead),
         "latency": max(0.0, one - overhead),
         "message_overhead": overhead,
     }
