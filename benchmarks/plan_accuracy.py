@@ -40,6 +40,7 @@ GOAL = 0.10
 MANY = 32  # small messages in a row
 ROW = 1 << 18  # numbers in a chunk of a bucket; 24 of them are the tree
 LONG = 2 << 20  # bytes of a long message: about what a ring of 4 sends of a bucket
+LONG_ONES = 8  # of them in a row
 
 FLAT = {
     "dense ring": pc.chain(pc.bucketize(), pc.ring_reduce()),
@@ -128,10 +129,10 @@ def measure_link(to: int, source: int) -> dict[str, float]:
 
     one = slowest(lambda: [exchange(byte, room, 1) for _ in range(20)], 5) / 20
     many = slowest(lambda: exchange(byte, room, MANY), 5)
-    rows = [slowest(lambda times=times: exchange(long, long_room, times), 3) for times in (2, 8)]
+    row = slowest(lambda: exchange(long, long_room, LONG_ONES), 3)
     overhead = max(0.0, (many - one) / (MANY - 1))
     return {
-        "bandwidth": 6 * LONG / (rows[1] - rows[0] - 6 * overhead),
+        "bandwidth": LONG_ONES * LONG / (row - one - (LONG_ONES - 1) * overhead),
         "latency": max(0.0, one - overhead),
         "message_overhead": overhead,
     }

@@ -323,7 +323,7 @@ def test_links_are_kept_as_json(tmp_path):
     path.write_text(json.dumps({"bandwidth": 1e6, "latency": 0.1, "measured_by": "somebody"}))
     assert pc.Link.load(path) == pc.Link(1e6, 0.1)
     path.write_text("[1]")
-    with pytest.raises(ValueError, match=r'link.json: expected {"bandwidth": bytes per second.*got \\[1\\]'):
+    with pytest.raises(ValueError, match=r'link.json: expected {"bandwidth": bytes per second.*got \[1\]'):
         pc.Link.load(path)
 
 
