@@ -15,6 +15,7 @@ from ptcollect.checkpoint import from_rank_local, rank_local, reshard, state_sum
 from ptcollect.codecs.codec import Codec
 from ptcollect.comm import Comm, Packet
 from ptcollect.errors import NonFiniteError, PeerLostError, PipelineError, PtcollectError, TreeMismatchError
+from ptcollect.link import Link, two_level
 from ptcollect.maps import clip_by_global_norm, clip_by_value, scale, stateless
 from ptcollect.options import RunOptions
 from ptcollect.parameters.diloco import diloco
@@ -25,6 +26,7 @@ from ptcollect.partition import partition
 from ptcollect.pending import Pending
 from ptcollect.piecewise import piecewise
 from ptcollect.pipeline import Pipeline, Transform
+from ptcollect.plan import Plan, plan
 from ptcollect.reducers.all_gather import all_gather_avg
 from ptcollect.reducers.all_to_all import all_to_all_avg
 from ptcollect.reducers.auto import auto_reduce
@@ -36,6 +38,7 @@ from ptcollect.reducers.push_sum import push_sum
 from ptcollect.reducers.reducer import reducer
 from ptcollect.reducers.ring import ring_reduce
 from ptcollect.simulate import Simulation, simulate
+from ptcollect.timeline import Timeline
 from ptcollect.topologies.draw import draw_topology
 from ptcollect.topologies.mixing import mixing_matrix, rounds_to_consensus, spectral_gap
 from ptcollect.traffic import Traffic, traffic
@@ -51,6 +54,7 @@ __version__ = "0.1.0"
 __all__ = [
     "Codec",
     "Comm",
+    "Link",
     "NonFiniteError",
     "Overlap",
     "Packet",
@@ -58,9 +62,11 @@ __all__ = [
     "Pending",
     "Pipeline",
     "PipelineError",
+    "Plan",
     "PtcollectError",
     "RunOptions",
     "Simulation",
+    "Timeline",
     "Traffic",
     "Transform",
     "TreeMismatchError",
@@ -90,6 +96,7 @@ __all__ = [
     "overlap",
     "partition",
     "piecewise",
+    "plan",
     "post_local_sgd",
     "push_sum",
     "rank_local",
@@ -110,4 +117,5 @@ __all__ = [
     "sync_params",
     "topologies",
     "traffic",
+    "two_level",
 ]

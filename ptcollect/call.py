@@ -27,7 +27,7 @@ from ptcollect.agreement import (
 )
 from ptcollect.arrivals import Arrivals
 from ptcollect.chain import Chain
-from ptcollect.comm import Axis, Comm
+from ptcollect.comm import Axis, Comm, Observer
 from ptcollect.dtypes import fresh_copy
 from ptcollect.errors import PeerLostError, PipelineError
 from ptcollect.maps import scaled
@@ -50,6 +50,8 @@ class Place:
     """The error of the present call that every rank raises; the connection is sound then."""
     checked: set[bytes] = field(default_factory=set)
     """Digests of the pipelines that have been called here with ``check="first"``."""
+    observer: Observer | None = None
+    """Who is told of the work done in a call, beside what is sent."""
 
     @property
     def size(self) -> int:
@@ -66,7 +68,7 @@ async def call(
     arrivals: Arrivals | None = None,
 ) -> tuple[Any, State]:
     """What `Pipeline.update` does, on one rank; with `arrivals`, `tree` only shows what the leaves will look like."""
-    comm = Comm(place.axes)
+    comm = Comm(place.axes, observer=place.observer)
     quiet = pipeline.quiet(state["step"]) if state and isinstance(state.get("step"), int) else False
     checks = pipeline.communicates and not quiet and place.size > 1 and _must_check(pipeline, place, options)
     try:

@@ -140,6 +140,20 @@ class Arrival(Request[Leaves]):
     paths: Sequence[str]
 
 
+class Observer:
+    """What an interpreter wants to know of a rank's work, or to do itself; the planner's clock is one."""
+
+    def works(self, what: str, numbers: int) -> None:
+        """This rank now does `what`, such as ``"encode int8()"`` or ``"copy"``, on so many numbers."""
+
+    def encodes(self, packet: Packet, at: int) -> None:
+        """This rank has made `packet` of the numbers from position `at` of a leaf on; told on the meta device only."""
+
+    def reduces(self, reducer: Any, x: Tensor, comm: Comm) -> Awaitable[Tensor] | None:
+        """What stands in for a reducer on one leaf; ``None``: the reducer itself."""
+        return None
+
+
 class Comm:
     """How a stage sees the launch: who it is, and what it may ask for.
 
@@ -159,7 +173,14 @@ class Comm:
     tensor([1., 3.])
     """
 
-    def __init__(self, axes: Mapping[str | None, Axis], *, step: int = 0, structure: Structure | None = None) -> None:
+    def __init__(
+        self,
+        axes: Mapping[str | None, Axis],
+        *,
+        step: int = 0,
+        structure: Structure | None = None,
+        observer: Observer | None = None,
+    ) -> None:
         self.axes = dict(axes)
         """Axis name -> this rank's place on it; ``{None: ...}`` where the group has one dimension."""
         self.axis: str | None = None
@@ -187,6 +208,8 @@ class Comm:
         self.device = torch.device("cpu")
         self.residuals: dict[str, Tensor] | None = None
         """Path -> what encoding dropped, flat and in units of this rank's input; ``None``: nobody asked."""
+        self.observer = observer
+        """Who is told of the work done, beside what is sent; ``None``: nobody."""
         self._hop = 0
         self._booked: list[tuple[int, int]] = []
         """Bounds of what is booked in this leaf's residual so far; the rest of it is not even zero yet."""
@@ -280,6 +303,16 @@ class Comm:
             scale: what the numbers are, in units of this rank's input: 1 for a sum of inputs, 1/n for a mean of n.
         """
         codec = self._codec()
+        books = self.residuals is not None and self.leaf in self.residuals
+        self._works("encode", codec, x.numel())
+        if books:
+            self._works("decode", codec, x.numel())
+            self.works("copy", x.numel())
+        if x.is_meta:  # nothing to look at: a packet of the size that was promised
+            packet = Packet(torch.empty(codec.wire_bytes(x.numel()), dtype=torch.uint8, device="meta"), x.numel())
+            if self.observer is not None:
+                self.observer.encodes(packet, at)
+            return packet
         with span(f"encode {codec!r}, {self.leaf}"):
             data = codec.encode(x, Key(self.step, self.scope + self.leaf, self.rank, self._hop))
         self._hop += 1
@@ -288,7 +321,7 @@ class Comm:
                 f"codec {codec!r} packed {x.numel()} numbers of leaf {self.leaf!r} into {data.numel()} x {data.dtype}; "
                 f"its wire_bytes promises {codec.wire_bytes(x.numel())} x torch.uint8"
             )
-        if self.residuals is not None and self.leaf in self.residuals:
+        if self.residuals is not None and books:
             with span(f"book what was lost, {self.leaf}"):
                 place = self.residuals[self.leaf][at : at + x.numel()]
                 codec.book(data, x, place, self._keep(at, at + x.numel()), 1 / scale)
@@ -318,11 +351,18 @@ class Comm:
 
     def decode(self, packet: Packet) -> Tensor:
         """The numbers in `packet`, flat and in the accumulation dtype; may share its storage."""
-        return self._codec().decode(packet.data, packet.numel, self.dtype)
+        codec = self._codec()
+        self._works("decode", codec, packet.numel)
+        if self.device.type == "meta":
+            return torch.empty(packet.numel, dtype=self.dtype, device="meta")
+        return codec.decode(packet.data, packet.numel, self.dtype)
 
     def accumulate(self, packet: Packet, into: Tensor, *, keep: float = 1.0, alpha: float = 1.0) -> None:
         """``into = keep * into + alpha * decode(packet)``, without the whole decoded row where the codec can."""
         codec = self._codec()
+        self._works("decode", codec, packet.numel)
+        if into.is_meta:
+            return
         with span(f"decode and add {codec!r}, {self.leaf}"):
             codec.accumulate(packet.data, into, keep, alpha)
 
@@ -363,6 +403,11 @@ class Comm:
         sizes = {peer: (size, size) for peer, size in recv.items()}
         return Exchange(*self._about(), packets, sizes, torch.device("cpu"), {}, control=True)
 
+    async def allowed(self) -> None:
+        """Wait until something may be sent, as every exchange does by itself."""
+        if self.gate is not None and not self.gate.open:
+            await self.gate.passed()
+
     def begin(self, exchange: Exchange) -> Begin:
         """Post an exchange without waiting for it; ``await`` gives a ticket for `end`."""
         exchange.outstanding.remove(exchange)
@@ -386,6 +431,15 @@ class Comm:
         """A request that was made on this comm and never awaited, if there is one."""
         return self._outstanding[0] if self._outstanding else None
 
+    def works(self, what: str, numbers: int) -> None:
+        """Say that this rank does `what` on so many numbers, for a plan to take the time into account."""
+        if self.observer is not None:
+            self.observer.works(what, numbers)
+
+    def _works(self, what: str, codec: Codec, numbers: int) -> None:
+        if self.observer is not None:
+            self.observer.works(f"{what} {named(codec)}", numbers)
+
     def _place(self, tensor: Tensor) -> Tensor:
         if not self.plain or tensor.dtype != self.dtype or not tensor.is_contiguous():
             raise PipelineError(
@@ -401,6 +455,11 @@ class Comm:
 
     def _about(self) -> tuple[tuple[str, int, str], str | None, str, str, list[Request[Any]], Gate | None]:
         return _caller(), self.axis, self.leaf, self.stage, self._outstanding, self.gate
+
+
+def named(codec: Codec) -> str:
+    """What a plan calls a codec: as code, or the dtype of numbers that travel as they are."""
+    return str(codec.dtype).removeprefix("torch.") if type(codec) is Cast else repr(codec)
 
 
 def _shown(place: tuple[str, int, str]) -> str:

@@ -128,6 +128,8 @@ def with_strides(value: Tensor, like: Tensor) -> Tensor:
     if value.numel() <= 1 or not _may_repeat(like):
         out = torch.empty_strided(like.shape, like.stride(), dtype=value.dtype, device=value.device)
         return out.copy_(value) if _elements_are_apart(like) else value
+    if value.is_meta:
+        return torch.empty_strided(like.shape, like.stride(), dtype=value.dtype, device=value.device)
     # An expanded leaf: keep it expanded if the mean still repeats (it does unless another rank's leaf did not).
     once = value[tuple(slice(0, 1) if stride == 0 else slice(None) for stride in like.stride())]
     if torch.equal(once.expand_as(value), value):

@@ -6,18 +6,24 @@ import math
 from collections import defaultdict, deque
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
+from ptcollect.averaging import split_evenly
 from ptcollect.call import Place, call
-from ptcollect.comm import AllReduce, Axis, Exchange, Packet, Request
+from ptcollect.clock import Clock, Label, Wait
+from ptcollect.comm import AllReduce, Axis, Exchange, Observer, Packet, Request
 from ptcollect.errors import PeerLostError, PipelineError
+from ptcollect.link import Link
 from ptcollect.options import Options
 from ptcollect.pipeline import Pipeline
 from ptcollect.schedule import Handle, Task, drive
+from ptcollect.speed import CodecSpeed, Speeds
 from ptcollect.state import State
+from ptcollect.timeline import Span, Timeline
 from ptcollect.traffic import Traffic
 
 
@@ -43,6 +49,12 @@ class Simulation:
     """Exchanges and collectives made."""
     agreement_bytes: list[int]
     """Bytes of the records compared before traffic."""
+    seconds: list[float] | None = None
+    """When each rank would have ended, with a `link`."""
+    stages: list[dict[str, float]] | None = None
+    """Where each rank's seconds go, with a `link`: to waiting, by stage, and to work, by codec; they add up."""
+    timeline: Timeline | None = None
+    """When everything would have happened, with a `link`."""
 
 
 def simulate(
@@ -54,6 +66,8 @@ def simulate(
     weights: Sequence[float] | None = None,
     missing: Literal["error", "zeros"] = "error",
     check: Literal["every_step", "off"] = "every_step",
+    link: Link | None = None,
+    codec_speed: CodecSpeed | str | Path | None = None,
 ) -> Simulation:
     """Run `pipeline` on ``len(trees)`` virtual ranks in this process.
 
@@ -69,6 +83,8 @@ def simulate(
         weights: samples behind each rank's tree; None: equal.
         missing: as in `RunOptions`.
         check: as in `RunOptions`.
+        link: what joins the ranks; messages then take time on a virtual clock, as in `plan`. None: no clock.
+        codec_speed: as in `plan`, for the work between messages.
 
     Returns:
         A `Simulation`.
@@ -97,9 +113,15 @@ def simulate(
     network = _Network(shape)
     same = {"missing": missing, "check": check}
     options = [Options.read({**same, "weight": None if weights is None else weights[r]}) for r in range(n)]
-    ranks = [_Rank(network, r, pipeline, trees[r], states[r], options[r]) for r in range(n)]
+    clock = speeds = None
+    if link is not None:
+        link.check(n)
+        clock, speeds = Clock(link, Timeline(n)), Speeds(codec_speed)
+    elif codec_speed is not None:
+        raise ValueError("simulate: codec_speed is for the clock that a link gives; pass link=Link(...) too")
+    ranks = [_Rank(network, r, pipeline, trees[r], states[r], options[r], clock, speeds) for r in range(n)]
     with torch.no_grad():
-        _run(ranks)
+        _run(ranks, clock)
     results = [rank.result for rank in ranks]
     return Simulation(
         trees=[tree for tree, _ in results],
@@ -108,12 +130,19 @@ def simulate(
         messages=[rank.traffic.messages for rank in ranks],
         rounds=[rank.traffic.rounds for rank in ranks],
         agreement_bytes=[rank.traffic.agreement_bytes for rank in ranks],
+        seconds=None if clock is None else [rank.time for rank in ranks],
+        stages=None if clock is None else [dict(rank.stages) for rank in ranks],
+        timeline=None if clock is None else clock.timeline,
     )
 
 
-def _run(ranks: Sequence[_Rank]) -> None:
+def _run(ranks: Sequence[_Rank], clock: Clock | None) -> None:
     """Let every rank go on as far as it can, until all have ended, one fails, or none can go on."""
     try:
+        if clock is not None:
+            for rank in ranks:
+                clock.at(0.0, rank.go_on)
+            clock.run()
         while any(not rank.ended for rank in ranks):
             moved = [rank.advance() for rank in ranks]
             failures = [rank.failure for rank in ranks if rank.failure is not None]
@@ -140,6 +169,7 @@ class _Network:
         self.mail: defaultdict[tuple[Any, ...], deque[Packet]] = defaultdict(deque)
         self.collectives: defaultdict[tuple[Any, ...], dict[int, Tensor]] = defaultdict(dict)
         self.sums: dict[tuple[Any, ...], Tensor] = {}
+        self.waiting: defaultdict[tuple[Any, ...], dict[int, Wait]] = defaultdict(dict)
 
     def coordinate(self, rank: int) -> dict[Any, int]:
         """Where `rank` stands on each axis."""
@@ -153,12 +183,27 @@ class _Network:
         others = tuple(sorted((str(name), place) for name, place in self.coordinate(rank).items() if name != axis))
         return (axis, others)
 
+    def members(self, rank: int, axis: Any) -> range:
+        """The group of ranks that `rank` belongs to along `axis`, in order."""
+        names = list(self.shape)
+        stride = math.prod(self.shape[name] for name in names[names.index(axis) + 1 :])
+        first = rank - self.coordinate(rank)[axis] * stride
+        return range(first, first + self.shape[axis] * stride, stride)
 
-class _Rank:
-    """One virtual rank."""
+
+class _Rank(Observer):
+    """One virtual rank; `time` is what its own clock shows, where there is one."""
 
     def __init__(
-        self, network: _Network, rank: int, pipeline: Pipeline, tree: Any, state: State | None, options: Options
+        self,
+        network: _Network,
+        rank: int,
+        pipeline: Pipeline,
+        tree: Any,
+        state: State | None,
+        options: Options,
+        clock: Clock | None,
+        speeds: Speeds | None,
     ) -> None:
         self.network = network
         self.rank = rank
@@ -166,9 +211,12 @@ class _Rank:
         axes: dict[str | None, Axis] = {axis: Axis(self.place_on[axis], size) for axis, size in network.shape.items()}
         self.traffic = Traffic()
         self.started: defaultdict[Any, int] = defaultdict(int)
-        self.steps: Generator[Handle, None, Any] = drive(
-            call(pipeline, tree, state, Place(axes, f"rank {rank}"), options), self._post
-        )
+        self.clock = clock
+        self.speeds = speeds
+        self.time = 0.0
+        self.stages: defaultdict[str, float] = defaultdict(float)
+        place = Place(axes, f"rank {rank}", observer=None if clock is None else self)
+        self.steps: Generator[Handle, None, Any] = drive(call(pipeline, tree, state, place, options), self._post)
         self.handle: _Waiting | None = None
         self.ended = False
         self.result: Any = None
@@ -187,6 +235,42 @@ class _Rank:
                 self.ended, self.failure = True, error
         return moved
 
+    def go_on(self) -> None:
+        """The same by the clock: until something is not done yet."""
+        assert self.clock is not None  # noqa: S101
+        while not self.ended:
+            if self.handle is not None:
+                wait = self.handle.wait
+                if wait.done_at is None:
+                    wait.then = lambda time: self.clock.at(max(time, self.time), self.go_on)  # type: ignore[union-attr]
+                    return
+                self._waited(self.handle, wait.done_at)
+            try:
+                self.handle = next(self.steps)  # type: ignore[assignment]
+            except StopIteration as end:
+                self.ended, self.result = True, end.value
+            except Exception as error:
+                self.ended, self.failure = True, error
+
+    def _waited(self, handle: _Waiting, until: float) -> None:
+        if until > self.time:
+            stage = handle.request.stage
+            self.stages[stage] += until - self.time
+            self._record(until, f"{stage}, round {handle.round}", waits=True)
+            self.time = until
+
+    def works(self, what: str, numbers: int) -> None:
+        """Let time pass for work."""
+        seconds = self.speeds.seconds(what, numbers) if self.speeds is not None else 0.0
+        if seconds:
+            self.stages[what] += seconds
+            self._record(self.time + seconds, what, waits=False)
+            self.time += seconds
+
+    def _record(self, end: float, name: str, *, waits: bool) -> None:
+        if self.clock is not None and self.clock.timeline is not None:
+            self.clock.timeline.spans.append(Span(self.rank, self.time, end, name, waits))
+
     def waits_for(self) -> str:
         """What this rank is waiting for, in words."""
         return (
@@ -204,12 +288,48 @@ class _Rank:
             for peer, packet in request.send.items():
                 if packet.data.numel():
                     self.network.mail[row, me, peer, task.tag].append(Packet(packet.data.clone(), packet.numel))
-            return _WaitingForMail(self.network, request, task, row, me)
+            mail = _WaitingForMail(self.network, request, task, row, me)
+            if self.clock is not None:
+                self._time_exchange(mail, request, task, self.network.members(self.rank, axis), row, me)
+            return mail
         assert isinstance(request, AllReduce)  # noqa: S101  (the driver posts nothing else)
         number = self.started[row]
         self.started[row] += 1
         self.network.collectives[row, number][me] = request.tensor.clone()
-        return _WaitingForAll(self.network, request, task, (row, number), size)
+        everyone = _WaitingForAll(self.network, request, task, (row, number), size)
+        if self.clock is not None:
+            self._time_all_reduce(everyone, request, self.network.members(self.rank, axis), (row, number), me)
+        return everyone
+
+    def _time_exchange(
+        self, handle: _WaitingForMail, request: Exchange, task: Task, members: range, row: Any, me: int
+    ) -> None:
+        assert self.clock is not None  # noqa: S101
+        sending = {peer: packet.data.numel() for peer, packet in request.send.items() if packet.data.numel()}
+        handle.wait = Wait(len(sending) + len(handle.boxes), self.time)
+        for box in handle.boxes.values():
+            self.clock.receive(box, self.time, handle.wait.part)
+        label = Label(request.stage, request.leaf, task.round)
+        # Connections share a port; one after another, around the ranks from here, messages take as long altogether.
+        for peer in sorted(sending, key=lambda peer: (peer - me) % len(members)):
+            box, size = (row, me, peer, task.tag), sending[peer]
+            self.clock.send(box, self.rank, members[peer], size, self.time, label, handle.wait.part)
+
+    def _time_all_reduce(self, handle: _WaitingForAll, request: AllReduce, members: range, key: Any, me: int) -> None:
+        clock = self.clock
+        assert clock is not None  # noqa: S101
+        handle.wait = Wait(1, self.time)
+        waiting = self.network.waiting[key]
+
+        def join() -> None:
+            waiting[me] = handle.wait
+            if len(waiting) == len(members):
+                numbers, width = request.tensor.numel(), request.tensor.element_size()
+                sizes = [(stop - start) * width for start, stop in split_evenly(numbers, len(members))]
+                done = [waiting[place].part for place in range(len(members))]
+                clock.ring(members, sizes, Label(request.stage, request.leaf, 1), done)
+
+        clock.at(self.time, join)
 
 
 class _Waiting:
@@ -218,6 +338,7 @@ class _Waiting:
         self.request = request
         self.round = task.round
         self.tag = task.tag
+        self.wait = Wait(1, 0.0)
 
     def ready(self) -> bool:
         raise NotImplementedError

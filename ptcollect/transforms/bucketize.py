@@ -127,13 +127,17 @@ class Bucketize(Transform):
         # A donated leaf that has a bucket to itself is worked on where it is.
         alone = flat_view(leaves[bucket.paths[0]]) if comm.owned and len(bucket.paths) == 1 else None
         flat = {bucket.label: alone if alone is not None else _packed(bucket, leaves)}
+        numbers = sum(bucket.sizes)
+        comm.works("copy", numbers if alone is None else 0)
         inside = comm.replace(owned=True, residuals=residuals, incoming=None)
         out, new = await inner.apply(flat, _packed_state(bucket, kept), inside)
         if residuals and comm.residuals is not None:
             # In storage of their own, for they become state; and here, while other buckets travel.
             rows = torch.split(residuals[bucket.label], bucket.sizes)
             own = [row.clone() for row in rows] if len(rows) > 1 else rows
+            comm.works("copy", numbers if len(rows) > 1 else 0)
             comm.residuals.update(zip(bucket.paths, own, strict=True))
+        comm.works("copy", numbers if comm.owned and alone is None else 0)
         return _unpacked(out[bucket.label], bucket, leaves, into_leaves=comm.owned), _unpacked_state(bucket, new, kept)
 
 

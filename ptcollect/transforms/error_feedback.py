@@ -127,6 +127,7 @@ class ErrorFeedback(Transform):
         if comm.incoming is None:
             with span("error_feedback, add residuals"):
                 given = {path: _corrected(leaf, before.get(path), owned=comm.owned) for path, leaf in tree.items()}
+                comm.works("copy", sum(leaf.numel() for leaf in tree.values()))
         else:
             given = {path: before.get(path, leaf) for path, leaf in tree.items()}  # what the values will look like
 

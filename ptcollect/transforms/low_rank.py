@@ -105,19 +105,26 @@ class LowRank(Transform):
         self._check_basis(matrices, basis)
 
         lost_p: Leaves | None = None if comm.residuals is None else {}
+        multiplications = sum(m.numel() * basis[path].shape[1] for path, m in matrices.items())
+        numbers = sum(m.numel() for m in matrices.values())
+        comm.works("multiply", multiplications)
         ps = {
             path: _bounded(_times, matrices[path], basis[path]) if path in matrices else leaf
             for path, leaf in tree.items()
         }
         # Dense leaves may be the caller's own, so nothing in this round is overwritten.
         first, p_state = await inner.apply(ps, state["p"], comm.replace(owned=False, residuals=lost_p))
+        comm.works("orthonormal", 2 * sum(first[path].numel() for path in matrices))
         orthogonal = {path: _orthonormal(first[path]) for path in matrices}
 
         lost_q: Leaves | None = None if comm.residuals is None else {}
+        comm.works("multiply", multiplications)
         qs = {path: _bounded(_transposed_times, matrix, orthogonal[path]) for path, matrix in matrices.items()}
         mine = {path: q.clone() for path, q in qs.items()} if comm.residuals is not None else {}
         second, q_state = await inner.apply(qs, state["q"], comm.replace(owned=True, residuals=lost_q, scope="Q of "))
 
+        comm.works("multiply", multiplications * (1 if comm.residuals is None else 2))
+        comm.works("copy", numbers * (1 if comm.residuals is None else 3))
         out = dict(first)
         for path in matrices:
             product = _outer(orthogonal[path], second[path])
@@ -175,7 +182,7 @@ def _outer(p: Tensor, q: Tensor) -> Tensor:
 def _bounded(multiply: Callable[[Tensor, Tensor], Tensor], matrix: Tensor, thin: Tensor) -> Tensor:
     """A product without overflow on the way, and bounded by the largest finite number."""
     product = multiply(matrix, thin)
-    if bool(torch.isfinite(product).all()):
+    if product.is_meta or bool(torch.isfinite(product).all()):
         return product
     size = float(matrix.abs().amax())
     if not size < float("inf"):

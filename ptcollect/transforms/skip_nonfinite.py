@@ -82,6 +82,8 @@ class SkipNonfinite(Transform):
 
 
 def _finite(leaf: torch.Tensor) -> bool:
+    if leaf.is_meta:  # has no values: a plan is one of a step that is not skipped
+        return True
     if leaf.is_floating_point() and leaf.dtype.itemsize == 1:
         leaf = leaf.to(torch.float32)
     # A sum of finite numbers may overflow, but one that is finite had no NaN or infinity in it; so ask fully only if
