@@ -14,7 +14,7 @@ import itertools
 import json
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import astuple, dataclass, replace
+from dataclasses import astuple, dataclass
 from math import inf
 from pathlib import Path
 from time import process_time
@@ -22,7 +22,7 @@ from time import process_time
 import torch
 
 import ptcollect as pc
-from ptcollect.candidates import Candidate, short_names
+from ptcollect.commands.candidates import Candidate, candidate
 from ptcollect.commands.plan import duration
 from ptcollect.shapes import count
 
@@ -66,17 +66,12 @@ class Cell:
 def cells(params: int, worlds: Sequence[int], keep: Path | None, most: float) -> list[Cell]:
     """All of them; the hierarchical one has nodes of eight ranks that share the link, the others a link a rank."""
     large = Candidate("large", pc.chain(pc.bucketize("1GiB"), pc.ring_reduce()))
-    known = {**short_names(), "large": large}
+    known = {name: large if name == "large" else candidate(name) for name in NAMES}
     found = [Cell(*row) for row in json.loads(keep.read_text())] if keep is not None and keep.exists() else []
     begin = process_time()
     for title, world in itertools.product(LINKS, worlds):
         for name in NAMES:
             if any((c.link, c.world, c.name) == (title, world, name) for c in found):
-                continue
-            if name == "diloco":  # counted, not planned: every 500th step is one dense sync
-                dense = next(c for c in found if (c.link, c.world, c.name) == (title, world, "dense"))
-                every = known[name].every
-                found.append(replace(dense, name=name, seconds=dense.seconds / every, bytes=dense.bytes / every))
                 continue
             if process_time() - begin > most:
                 sys.exit(f"scale: {len(found)} planned; call again with the same --keep for the others")
@@ -90,8 +85,9 @@ def cells(params: int, worlds: Sequence[int], keep: Path | None, most: float) ->
 def _cell(title: str, link: pc.Link, each: Candidate, params: int, world: int, start: float) -> Cell:
     on = {"node": world // RANKS_PER_NODE, "local": RANKS_PER_NODE} if each.on_nodes else world
     links = pc.two_level(INSIDE, link, RANKS_PER_NODE) if each.on_nodes else link
-    cost = pc.plan(each.pipeline, params, world=on, link=links)
-    return Cell(title, world, each.name, cost.seconds, max(cost.bytes), process_time() - start)
+    cost = pc.plan(each.pipeline, params, world=on, link=links, step=each.step)
+    seconds, sent = cost.seconds / each.every, max(cost.bytes) / each.every
+    return Cell(title, world, each.name, seconds, sent, process_time() - start)
 
 
 def page(params: int, found: Sequence[Cell], worlds: Sequence[int]) -> str:

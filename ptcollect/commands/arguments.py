@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import ast
 import json
-import math
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,6 +11,7 @@ from typing import Any
 import ptcollect as pc
 from ptcollect.errors import PipelineError
 from ptcollect.pipeline import Pipeline
+from ptcollect.sizes import size_in_bytes
 
 SHORT_NAMES: Mapping[str, str] = {
     "dense": "chain(bucketize(), ring_reduce())",
@@ -20,11 +19,10 @@ SHORT_NAMES: Mapping[str, str] = {
     "int8": 'chain(error_feedback(), bucketize(), compress("int8"), ring_reduce())',
     "topk": "chain(error_feedback(), bucketize(), compress(codecs.topk(0.01)), all_to_all_avg())",
     "low_rank": "chain(error_feedback(), low_rank(4), bucketize(), ring_reduce())",
+    "hierarchical": 'chain(bucketize(), shard("local"), ring_reduce(axis="node"))',
+    "diloco": "chain(diloco(500), bucketize(), ring_reduce())",
 }
 """What a pipeline can be called instead of being written out."""
-
-_BYTES = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
-_COUNTS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "G": 10**9}
 
 
 def read_size(text: str) -> int:
@@ -36,28 +34,7 @@ def read_size(text: str) -> int:
     >>> read_size("4KiB"), read_size("1.5MB")
     (4096, 1500000)
     """
-    return _number(text, _BYTES, 'a size such as "25MiB" or "500KB"')
-
-
-def read_count(text: str) -> int:
-    """A number of things, from text such as ``"124M"`` or ``"1.5B"``.
-
-    Raises:
-        ValueError: not a positive count.
-
-    >>> read_count("124M"), read_count("1.5B")
-    (124000000, 1500000000)
-    """
-    return _number(text, _COUNTS, 'a count such as "124M" or "1.5B"')
-
-
-def _number(text: str, units: Mapping[str, int], expected: str) -> int:
-    match = re.fullmatch(r"\s*([0-9_]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", text)
-    unit = units.get(match[2].upper()) if match else None
-    number = round(float(match[1]) * unit) if match and unit else 0
-    if number <= 0:
-        raise ValueError(f"expected {expected}, got {text!r}")
-    return number
+    return size_in_bytes(text, "size")
 
 
 def split(text: str) -> list[str]:
@@ -166,46 +143,3 @@ def read_shapes(path: Path) -> dict[str, tuple[int, ...]]:
         if not isinstance(shape, list) or not all(type(size) is int and size >= 0 for size in shape):
             raise ValueError(f"shapes {str(path)!r}: {name!r}: expected a list of whole numbers, got {shape!r}")
     return {name: tuple(shape) for name, shape in content.items()}
-
-
-def model_shapes(count: int) -> dict[str, tuple[int, ...]]:
-    """The shapes of a language model with exactly `count` parameters, layered as GPT-2 is (width = 64 times depth).
-
-    What is left over by whole layers goes to the embedding, and the rest of that into a vector. Below two layers: one
-    nearly square matrix and a vector.
-
-    >>> shapes = model_shapes(124_000_000)
-    >>> shapes["layers.11.mlp.up.weight"], shapes["embedding.weight"], shapes["rest"]
-    ((3072, 768), (50710, 768), (256,))
-    >>> model_shapes(1000)
-    {'weight': (31, 32), 'rest': (8,)}
-    """
-    depth = int((0.68 * count / (12 * 64**2)) ** (1 / 3) + 0.2)  # layers hold 12 width**2 numbers, 0.68 of GPT-2's
-    if depth < 2:
-        rows = max(1, math.isqrt(count))
-        return {"weight": (rows, count // rows), **_rest(count % rows)}
-    width = 64 * depth
-    shapes = {f"layers.{i}.{name}": shape for i in range(depth) for name, shape in _layer(width).items()}
-    left = count - sum(math.prod(shape) for shape in shapes.values())
-    return {"embedding.weight": (left // width, width), **shapes, **_rest(left % width)}
-
-
-def _layer(width: int) -> dict[str, tuple[int, ...]]:
-    return {
-        "norm1.weight": (width,),
-        "norm1.bias": (width,),
-        "attention.qkv.weight": (3 * width, width),
-        "attention.qkv.bias": (3 * width,),
-        "attention.out.weight": (width, width),
-        "attention.out.bias": (width,),
-        "norm2.weight": (width,),
-        "norm2.bias": (width,),
-        "mlp.up.weight": (4 * width, width),
-        "mlp.up.bias": (4 * width,),
-        "mlp.down.weight": (width, 4 * width),
-        "mlp.down.bias": (width,),
-    }
-
-
-def _rest(count: int) -> dict[str, tuple[int, ...]]:
-    return {"rest": (count,)} if count else {}

@@ -19,12 +19,13 @@ import typer
 
 import ptcollect as pc
 from ptcollect.commands import bench_tables
-from ptcollect.commands.arguments import model_shapes, read_count, read_pipeline, read_shapes, read_size, split
+from ptcollect.commands.arguments import read_pipeline, read_shapes, read_size, split
 from ptcollect.commands.deadline import end_with_parent
 from ptcollect.commands.local_ranks import run_local_ranks
 from ptcollect.measure import codecs, link, pipelines
 from ptcollect.measure.link import MeasuredLink
 from ptcollect.measure.pipelines import PipelineTime
+from ptcollect.shapes import of_size
 
 NOT_LAUNCHED = (
     "no launcher started this process (RANK is not set): torchrun --nproc-per-node 4 -m ptcollect bench ..., or on "
@@ -132,14 +133,18 @@ def _pipelines(texts: Sequence[str]) -> dict[str, pc.Pipeline]:
     return {name: read_pipeline(name) for text in texts for name in split(text)}
 
 
+def _shapes(params: int | str) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(shape) for name, shape in of_size(params).items()}
+
+
 def _trees(sizes: str, params: str, shapes_file: Path | None) -> dict[str, Shapes]:
     """Trees to synchronise, by what the user called them."""
     trees: dict[str, Shapes] = {}
     if shapes_file:
         trees[shapes_file.name] = read_shapes(shapes_file)
     if params:
-        trees[f"{params} parameters"] = model_shapes(read_count(params))
-    return trees or {size: model_shapes(max(1, read_size(size) // 4)) for size in split(sizes)}
+        trees[f"{params} parameters"] = _shapes(params)
+    return trees or {size: _shapes(max(1, read_size(size) // 4)) for size in split(sizes)}
 
 
 # Measure ------------------------------------------------------------------------------------------------------------

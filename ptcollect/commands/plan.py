@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from ptcollect.candidates import Candidate, Row, candidate, compare
+from ptcollect.commands.candidates import Candidate, Row, candidate, compare
 from ptcollect.link import Link, two_level
 from ptcollect.shapes import count
 from ptcollect.timeline import pyplot
@@ -38,8 +38,8 @@ def plan(
     pipelines: Annotated[
         list[str] | None,
         typer.Option(
-            help="Short names (dense, bf16, int8, topk, low_rank, hierarchical, diloco) or Python code with the public "
-            "names, which is run: 'chain(bucketize(), compress(\"int8\"), ring_reduce())'. Once for each."
+            help="Short names (dense, bf16, int8, topk, low_rank, hierarchical, diloco) or Python: 'chain(bucketize(), "
+            'compress("int8"), ring_reduce())\'. Once for each.'
         ),
     ] = None,
     plot: Annotated[Path | None, typer.Option(help="Draw time against world size, as PNG or SVG.")] = None,

@@ -8,7 +8,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from ptcollect.commands.arguments import read_pipeline
 from ptcollect.link import Link, TwoLevel
+from ptcollect.parameters.diloco import DiLoCo
+from ptcollect.parameters.local_sgd import LocalSgd
 from ptcollect.pipeline import Pipeline, Wrapped
 from ptcollect.plan import Plan, plan
 from ptcollect.reducers.reducer import Reducer
@@ -17,17 +20,24 @@ from ptcollect.transforms.compress import Compress
 from ptcollect.transforms.error_feedback import ErrorFeedback
 from ptcollect.transforms.low_rank import LowRank
 
-DILOCO_STEPS = 500
-"""Steps between two syncs of ``diloco``."""
-
 
 @dataclass(frozen=True)
 class Candidate:
-    """A pipeline to plan; `every` counts the steps that share one run of it."""
+    """A pipeline to plan."""
 
     name: str
     pipeline: Pipeline
-    every: int = 1
+
+    @property
+    def every(self) -> int:
+        """How many steps share one sync."""
+        transforms = (stage.transform for stage in self.pipeline.walk() if isinstance(stage, Wrapped))
+        return next((each.every for each in transforms if isinstance(each, (DiLoCo, LocalSgd))), 1)
+
+    @property
+    def step(self) -> int:
+        """A step at which it sends; not the first one, when replicas are compared too."""
+        return 2 * self.every - 1
 
     @property
     def on_nodes(self) -> bool:
@@ -52,49 +62,13 @@ class Candidate:
         return text if self.every == 1 else f"{text}; ranks drift apart for {self.every} steps"
 
 
-def short_names() -> dict[str, Candidate]:
-    """The pipelines that have short names."""
-    import ptcollect as pc
-
-    buckets, feedback, ring = pc.bucketize(), pc.error_feedback(), pc.ring_reduce()
-    dense = pc.chain(buckets, ring)
-    pipelines = {
-        "dense": dense,
-        "bf16": pc.chain(buckets, pc.compress("bf16"), ring),
-        "int8": pc.chain(feedback, buckets, pc.compress("int8"), ring),
-        "topk": pc.chain(feedback, buckets, pc.compress("topk"), pc.all_gather_avg()),
-        "low_rank": pc.chain(feedback, pc.low_rank(4), buckets, ring),
-        "hierarchical": pc.chain(buckets, pc.shard("local"), pc.ring_reduce(axis="node")),
-    }
-    found = {name: Candidate(name, pipeline) for name, pipeline in pipelines.items()}
-    # The sync of diloco is one of a tree like the parameters: what happens between two of them sends nothing.
-    return {**found, "diloco": Candidate("diloco", dense, every=DILOCO_STEPS)}
-
-
 def candidate(text: str) -> Candidate:
-    """The pipeline that a short name or a Python expression means; the expression is run as code.
+    """The pipeline that a short name or a Python expression means.
 
     Raises:
         ValueError: it is neither.
-        TypeError: the code makes something else than a pipeline.
     """
-    known = short_names()
-    if text in known:
-        return known[text]
-    import ptcollect as pc
-
-    names: dict[str, Any] = {name: getattr(pc, name) for name in pc.__all__}
-    try:
-        # Not a sandbox: whoever gives the text runs it.
-        found = eval(text, {"__builtins__": {}}, names)
-    except Exception as error:
-        raise ValueError(
-            f"{text!r} is no pipeline: {type(error).__name__}: {error}; expected {', '.join(known)}, or code such as "
-            "'chain(bucketize(), compress(\"int8\"), ring_reduce())'"
-        ) from error
-    if not isinstance(found, Pipeline):
-        raise TypeError(f"{text!r} is {type(found).__name__}, not a pipeline; a transform needs a reducer after it")
-    return Candidate(text, found)
+    return Candidate(text, read_pipeline(text))
 
 
 @dataclass(frozen=True)
@@ -130,7 +104,7 @@ def compare(
         if world % ranks_per_node:
             raise ValueError(f"{world} ranks do not fill nodes of {ranks_per_node}")
         axes = {"node": world // ranks_per_node, "local": ranks_per_node}
-    dense = short_names()["dense"].pipeline
+    dense = read_pipeline("dense")
     ring = plan(dense, params, world=world, link=link, codec_speed=codec_speed)
     rows = []
     for each in candidates:
@@ -140,7 +114,7 @@ def compare(
         cost = (
             ring
             if each.pipeline == dense
-            else plan(each.pipeline, params, world=on, link=link, codec_speed=codec_speed)
+            else plan(each.pipeline, params, world=on, link=link, codec_speed=codec_speed, step=each.step)
         )
         warnings = _warnings(each, cost, ring, link, on, params, codec_speed) if warn else ()
         rows.append(
@@ -175,7 +149,10 @@ def _warnings(
             bits = 8 * max(cost.bytes) / (cost.ranks - 1) / _numbers(ring)
             text += f"; by all-gather {bits:.2g} bits a number pay below {math.ceil(64 / bits)} ranks only"
         found.append(text)
-    bandwidth_only = plan(each.pipeline, params, world=world, link=_instant(link), codec_speed=codec_speed).seconds
+    instant = _instant(link)
+    bandwidth_only = plan(
+        each.pipeline, params, world=world, link=instant, codec_speed=codec_speed, step=each.step
+    ).seconds
     if bandwidth_only < cost.seconds / 2:
         share = 1 - bandwidth_only / cost.seconds
         found.append(f"latency decides, {share:.0%} of the time: fewer rounds help, fewer bytes do not")
