@@ -16,6 +16,7 @@ from datetime import timedelta
 from typing import Any
 
 import gossip_ranks
+import local_sgd_ranks
 import oracle
 import torch
 import torch.distributed as dist
@@ -789,6 +790,8 @@ def a_group_can_be_destroyed_and_made_again(rank: int, n: int) -> None:
 
 check()(gossip_ranks.every_topology_equals_the_simulator)
 check(3)(gossip_ranks.parameters_are_gossiped_in_place)
+check()(local_sgd_ranks.averaging_equals_the_simulator)
+check(3)(local_sgd_ranks.quiet_steps_wait_for_nobody_and_ranks_out_of_step_are_told)
 
 
 @check(3, fatal=True)
