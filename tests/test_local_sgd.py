@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import io
+import re
+import sys
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torchopt
+from test_examples import EXAMPLES
+from test_examples import run as run_example
 from torch import Tensor
 
 import ptcollect as pc
+
+sys.path.append(str(EXAMPLES))
+import diloco_digits
 
 RANKS, LR = 4, 0.1
 Trees = list[dict[str, Tensor]]
@@ -301,3 +308,29 @@ def test_another_tree_than_the_states():
     pipeline = pc.chain(pc.diloco(1), pc.ring_reduce())
     with pytest.raises(pc.PipelineError, match=r"leaf 'b' has shape \(4,\) and the state's anchor has \(3,\)"):
         pc.simulate(pipeline, [{"b": torch.ones(4)}] * 2, [pipeline.init({"b": torch.ones(3)})] * 2)
+
+
+# Digits -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def dense() -> tuple[diloco_digits.Digits, float]:
+    digits = diloco_digits.Digits.load()
+    return digits, diloco_digits.train("dense", digits, 120).accuracy
+
+
+@pytest.mark.parametrize("name", ["local SGD", "DiLoCo", "DiLoCo, int8", "streaming DiLoCo"])
+def test_digits_over_8_ranks_are_as_accurate_as_averaging_at_every_step(name, dense):
+    digits, accuracy = dense
+    training = diloco_digits.train(name, digits, 120)
+    assert accuracy > 0.93
+    assert training.accuracy >= accuracy - 0.015
+    tree = 4 * (64 * 64 + 64 + 64 * 10 + 10)
+    share = 0.26 if "int8" in name else 1
+    assert training.sent == pytest.approx(share * 6 * tree * 2 * 7 / 8, rel=0.03), "6 rounds of a ring over 8 ranks"
+
+
+def test_the_example_prints():
+    output = run_example(EXAMPLES / "diloco_digits.py", "--steps", "20")
+    assert "Digits, 20 steps on 8 simulated ranks, rounds of 20 steps" in output
+    assert re.search(r"DiLoCo, int8 .* [\d,]+ B", output)
