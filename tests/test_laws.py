@@ -142,8 +142,10 @@ def stages(module: types.ModuleType, kinds: tuple[type, ...]) -> list[str]:
     return found
 
 
-# Stages with state are run over several steps, in test_conservation.py, test_partition_piecewise.py and test_gossip.py.
+# Stages that depend on earlier steps are run over several, in test_conservation.py, test_partition_piecewise.py,
+# test_gossip.py and test_local_sgd.py.
 STATEFUL = {"error_feedback", "low_rank", "piecewise", "push_sum", "skip_nonfinite"}
+STATEFUL |= {"diloco", "local_sgd", "post_local_sgd", "streaming_diloco"}
 
 
 def test_every_public_stage_is_in_the_table():
